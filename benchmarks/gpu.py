@@ -40,7 +40,7 @@ from gpu_stages import correctness, decoding, overhead, reading, training
 from gpu_stages.base import Setting, Stage
 from gpu_stages.manifest import NEEDS, lacking
 from gpu_stages.running import Suite
-from rope_patch.packaged import data_path
+from rope_patch.runtime.packaged import data_path
 
 STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (correctness, overhead, training, reading, decoding))
 ROOT = Path(__file__).resolve().parents[1]

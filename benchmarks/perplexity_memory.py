@@ -41,7 +41,7 @@ from measuring import (
     time_in_turn,
     write,
 )
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}

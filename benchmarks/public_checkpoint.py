@@ -289,9 +289,9 @@ def plain_folder(folder: Path, *, release: Release = SMOLLM2) -> Path:
     import torch
 
     import rope_patch
-    from rope_patch.checkpoints.load_gguf import weights_in_file
     from rope_patch.checkpoints.source_files import read_tokenizer
-    from rope_patch.gguf.header_cache import cached_headers
+    from rope_patch.modeling.environment import weights_in_file
+    from rope_patch.runtime.gguf_headers import cached_headers
 
     print(f"writing {out}", flush=True)
     package = f"{release.wheels[0].name} {release.wheels[0].version}"

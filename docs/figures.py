@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from rope_patch import frequencies
 from rope_patch.evaluation.intervals import paired_means
-from rope_patch.reports.plots.base import (
+from rope_patch.runtime.plots import (
     COLORS,
     few_log_ticks,
     line_styles,

@@ -46,8 +46,8 @@ import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.packaged import data_path
+from rope_patch.runtime.packaged import data_path
+from rope_patch.texts.builtin_text import builtin_text
 
 VOCABULARY = 1024
 LENGTH = 256

@@ -19,7 +19,7 @@ from collections import UserDict
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from rope_patch.errors import in_one_line
+from rope_patch.runtime.errors import in_one_line
 from rope_patch.runtime.text import did_you_mean
 
 Entry = TypeVar("Entry")

@@ -73,7 +73,7 @@ def long_texts_are_encoded_once():
 
     Each tokenizer encodes it once in each process.
     """
-    from rope_patch.evaluation.texts import documents
+    from rope_patch.texts import documents
 
     encode, results = documents._encode, {}
 
@@ -98,7 +98,7 @@ def figures(monkeypatch):
     """
     from matplotlib.figure import Figure
 
-    from rope_patch.reports.plots import base
+    from rope_patch.runtime import plots as base
 
     drawn = []
     monkeypatch.setattr(base, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")

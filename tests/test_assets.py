@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.retrieval.measure import retrieval
-from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.texts.builtin_text import builtin_text
 
 DEPTHS = [i / 9 for i in range(10)]
 pytestmark = pytest.mark.slow

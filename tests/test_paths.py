@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rope_patch.packaged import data_path
+from rope_patch.runtime.packaged import data_path
 
 ROOT = Path(__file__).resolve().parents[1]
 

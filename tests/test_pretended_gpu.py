@@ -21,7 +21,7 @@ from rope_patch import EvalSpec
 from rope_patch.analysis import attention_mass
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.cli.loading import load_model
-from rope_patch.kv_cache.attention import BLOCK_BYTES
+from rope_patch.kv_cache.attention import CACHE_BLOCK_BYTES
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.options.finetune import ModelOptions
@@ -136,7 +136,7 @@ def test_kv_check_finds_the_attention_layers_once_and_once_more_for_the_statisti
 @gpu.on("cuda")
 def test_a_layer_attends_over_a_quantized_cache_in_one_block_of_kernels(tmp_path):
     model = small().to("cuda")
-    assert 4 * 1024**2 * model.config.num_attention_heads == 4 * BLOCK_BYTES  # four blocks on a CPU
+    assert 4 * 1024**2 * model.config.num_attention_heads == 4 * CACHE_BLOCK_BYTES  # four blocks on a CPU
     with quantized(model, "int4.token") as cache, torch.no_grad():
         counted(lambda: model(IDS[None].to("cuda"), **{cache_argument(model): cache()}, logits_to_keep=1))
     assert gpu.kernels["_softmax"] == 2, "one for each layer"
@@ -148,7 +148,7 @@ def test_analyze_waits_twice_for_a_block_of_a_layer(tmp_path):
 
     def measure(block: int) -> int:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_mass, "BLOCK_BYTES", 4 * model.config.num_attention_heads * 256 * block)
+            patch.setattr(attention_mass, "WEIGHTS_BLOCK_BYTES", 4 * model.config.num_attention_heads * 256 * block)
             return counted(lambda: measure_heads(model, IDS[None, :256]))
 
     assert measure(64) - measure(128) == 2 * 2 * 2, gpu.waits  # 2 layers and 2 blocks more

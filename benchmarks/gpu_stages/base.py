@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.packaged import data_path
+from rope_patch.runtime.packaged import data_path
 
 Results = Mapping[str, Mapping[str, Any]]
 """The finished cells of a stage, by name."""

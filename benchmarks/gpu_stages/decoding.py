@@ -98,12 +98,12 @@ def blocks(setting: Setting, bits: int, tokens: int, _: Results) -> dict[str, An
     """Time one pass in blocks of 2**bits bytes, after a short one that loads kernels and libraries."""
     model = setting.held("blocks", lambda: setting.random_model(MODEL))
     ids = setting.ids(tokens, model.config.vocab_size)
-    size, attention.GPU_BLOCK_BYTES = attention.GPU_BLOCK_BYTES, 1 << bits
+    size, attention.GPU_CACHE_BLOCK_BYTES = attention.GPU_CACHE_BLOCK_BYTES, 1 << bits
     try:
         in_one_pass(model, ids[: tokens // 4], FORMATS[0], 8)
         _losses, usage = peak_of(lambda: in_one_pass(model, ids, FORMATS[0], 8), setting.device)
     finally:
-        attention.GPU_BLOCK_BYTES = size
+        attention.GPU_CACHE_BLOCK_BYTES = size
     return {"tokens": tokens, "seconds_of_pass": round(usage["seconds"], 4), "peak_bytes": usage["peak_bytes"]}
 
 

@@ -16,16 +16,16 @@ from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
-from rope_patch.evaluation.compare import environment
-from rope_patch.evaluation.texts.documents import Source
-from rope_patch.evaluation.texts.domains import read_rows
 from rope_patch.evaluation.time_budget import default_tokens
-from rope_patch.methods.scaled import context_reached
+from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.capture import capture
+from rope_patch.modeling.environment import environment
 from rope_patch.options.analyze import P_VALUES
-from rope_patch.packaged import name_of
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
+from rope_patch.runtime.packaged import name_of
+from rope_patch.texts.documents import Source
+from rope_patch.texts.domains import read_rows
 
 DEFAULT_TOKENS = 16384
 """Number of tokens that the statistics read at most, where no number is given."""
@@ -54,7 +54,7 @@ def analyze(
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         tokenizer: the tokenizer of the model.
         text: the text that the model reads: a text, file or folder as
-            :func:`~rope_patch.evaluation.texts.documents.documents` reads it, or several by name, of each of which the
+            :func:`~rope_patch.texts.documents.documents` reads it, or several by name, of each of which the
             statistics read as much. By default short texts of five domains that ship with the package.
         tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
             large model [tokens].

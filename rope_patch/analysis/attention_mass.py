@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
+from rope_patch.modeling.read_at_once import WEIGHTS_BLOCK_BYTES
 from rope_patch.modeling.temporary_modes import attending_with, attention_state, in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
@@ -28,8 +29,6 @@ from rope_patch.runtime.captions import ranges_text
 ATTENTION_NAME = "rope_patch_attention_mass"
 REPEATED_TOKENS = 64
 """Longest half of the random tokens that come twice: short, so that layers of a small window see it too [tokens]."""
-BLOCK_BYTES = 1 << 26
-"""Size of the weights of one block of queries [bytes]."""
 REPRODUCED_SHARE = 0.75
 """Share of the tokens whose states have to be reproduced."""
 STATE_TOLERANCE = 1e-3
@@ -155,7 +154,7 @@ def _attend(
     scaling = scaling or head_dim**-0.5
     window = window_of(attention_mask) or tokens
     # Weights are float32, of 4 bytes each.
-    size = max(1, min(512, BLOCK_BYTES // (4 * heads * tokens)))
+    size = max(1, min(512, WEIGHTS_BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     places = torch.arange(tokens, device=query.device)

@@ -24,10 +24,10 @@ from rope_patch.analysis.outliers import (
 )
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.result_cache import finite
+from rope_patch.texts.domains import TextRows
 
 SCHEMA = 5
 

@@ -17,12 +17,12 @@ from transformers.utils.hub import cached_file
 
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.checkpoints.weight_files import in_words, outlines
-from rope_patch.errors import as_value_error, read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.probe import copy_without_weights
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import shortened
+from rope_patch.runtime.errors import as_value_error, read_json
 from rope_patch.runtime.folders import check_source, is_gguf, write_atomically
 
 RECORD_FILE = "rope_patch.json"

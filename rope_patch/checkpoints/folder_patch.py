@@ -16,7 +16,6 @@ from rope_patch.checkpoints.load_gguf import unpack
 from rope_patch.checkpoints.model_without_weights import base_without_weights, model_without_weights
 from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length, stated_length
 from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
-from rope_patch.errors import in_one_line
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import Patch, apply, reapply, restore
 from rope_patch.patching.locate import PatchError, locate
@@ -24,6 +23,7 @@ from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.record import PatchRecord
 from rope_patch.patching.verify import verify_model
 from rope_patch.runtime import progress
+from rope_patch.runtime.errors import in_one_line
 from rope_patch.runtime.folders import folder_in_one_move, holds_files, is_gguf, link_or_copy, real_path
 
 # The config is written anew. A record, and what export.json says, are about the folder that they are in.

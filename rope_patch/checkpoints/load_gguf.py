@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from rope_patch.checkpoints.source_files import named_for_transformers, read_tokenizer
-from rope_patch.errors import as_value_error
-from rope_patch.gguf.file import open_gguf
-from rope_patch.gguf.header_cache import cached_headers
 from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
 from rope_patch.methods import Method, Table
 from rope_patch.methods.base import as_stated, owner_of
@@ -24,7 +20,9 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.record import TableRecord, settings_of
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
-from rope_patch.runtime.folders import is_gguf
+from rope_patch.runtime.errors import as_value_error
+from rope_patch.runtime.gguf_file import open_gguf
+from rope_patch.runtime.gguf_headers import cached_headers
 from rope_patch.tables import RotaryTable
 
 _DEQUANTIZING = 12
@@ -101,22 +99,6 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
                 f"{path} cannot be loaded with its tables: it holds {stated}, and transformers computes "
                 f"{_table_like(model, stated)}"
             )
-
-
-def weights_in_file(model: nn.Module) -> dict[str, str]:
-    """Return the type that a model's weights have in the GGUF file it came from, for the description of a measurement.
-
-    Returns:
-        ``{"weights": "dequantized Q4_1"}``; an empty dict if the model did not come from a GGUF file.
-    """
-    source = Path(str(locate(model).model.config.name_or_path))
-    if not (is_gguf(source) and source.is_file()):
-        return {}
-    opened = open_gguf(source)
-    weights = opened.weights
-    if opened.is_quantized:
-        weights = f"dequantized {weights}"
-    return {"weights": weights}
 
 
 def unpack(path: Path, folder: Path, dtype: str) -> None:

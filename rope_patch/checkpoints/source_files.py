@@ -23,12 +23,12 @@ from transformers.models.auto.modeling_auto import (
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.weight_files import in_words, model_files, outlines
-from rope_patch.errors import as_value_error, in_one_line, read_json
-from rope_patch.gguf.file import open_gguf
-from rope_patch.gguf.header_cache import cached_headers
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
+from rope_patch.runtime.errors import as_value_error, in_one_line, read_json
 from rope_patch.runtime.folders import check_source, is_gguf
+from rope_patch.runtime.gguf_file import open_gguf
+from rope_patch.runtime.gguf_headers import cached_headers
 
 
 def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:

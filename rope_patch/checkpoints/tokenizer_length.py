@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rope_patch.errors import read_json
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import write_atomically
 
 _SETTINGS_FILE = "tokenizer_config.json"

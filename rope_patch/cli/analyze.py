@@ -10,9 +10,9 @@ from rope_patch.cli.loading import load_model, load_tokenizer, prepare
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
-from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
+from rope_patch.runtime.packaged import name_of
 
 
 def analyze(words: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
         ValueError: two texts have the same name.
         FileNotFoundError: a text does not exist.
     """
-    from rope_patch.evaluation.texts.documents import documents
+    from rope_patch.texts.documents import documents
 
     named = {path.name or str(path): list(documents(path)) for path in paths}
     if len(named) < len(paths):

@@ -37,7 +37,7 @@ def dispatch(words: Sequence[str]) -> int:
     """
     name, *rest = words or ("",)
     if name == "--version":
-        from rope_patch import __version__
+        from rope_patch.version import __version__
 
         print(f"rope-patch {__version__}")
         return 0

@@ -8,9 +8,9 @@ from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smal
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import resumable, write_and_show
 from rope_patch.options.evaluation import CompareOptions
-from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
+from rope_patch.runtime.packaged import name_of
 
 
 def compare(words: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ DEMO_METHODS = (
 def demo(words: Sequence[str]) -> int:
     """Run ``rope-patch demo`` with the words that follow it, and return the exit status of ``extend``."""
     options = parse(DemoOptions, words)
-    from rope_patch.packaged import data_path
+    from rope_patch.runtime.packaged import data_path
 
     model = str(data_path("assets") / options.shape)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)

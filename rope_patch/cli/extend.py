@@ -18,7 +18,7 @@ from rope_patch.runtime import progress
 
 if TYPE_CHECKING:
     from rope_patch.extending.result import Extended
-    from rope_patch.reports.page import Page
+    from rope_patch.runtime.page import Page
 
 EXIT_NOTHING_CHOSEN = 4
 """The exit status if no method can be chosen, so that nothing is written."""
@@ -36,7 +36,7 @@ def extend(words: Sequence[str]) -> int:
 
     def add_report(outcome: Extended, folder: Path) -> None:
         if options.report:
-            from rope_patch.reports import page
+            from rope_patch.runtime import page
 
             page.write(folder / "report.html", _page(outcome), command_line())
 
@@ -118,7 +118,7 @@ def _page(outcome: Extended) -> Page:
     """Return the choice and the rounds as a page, the last round first: it is the one that decided."""
     from rope_patch.extending.choose_method import NEEDLES, RANKING
     from rope_patch.reports import comparison as report
-    from rope_patch.reports.page import Note, Part, Section
+    from rope_patch.runtime.page import Note, Part, Section
 
     choice, rounds = outcome.choice, outcome.comparisons
     evidence: list[Part] = []

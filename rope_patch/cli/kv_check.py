@@ -9,9 +9,9 @@ from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smal
 from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.printing import new_table, resumable, show, write_and_show
 from rope_patch.options.kv_check import KvCheckOptions
-from rope_patch.packaged import name_of
 from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
+from rope_patch.runtime.packaged import name_of
 
 HEAD_DIM = 128
 """The number of features of a head for which the bits of presets are listed."""

@@ -116,9 +116,9 @@ def load_model(source: str, machine: Machine = Machine(), method: str | None = N
         ValueError: the method is unknown, or there is no such folder or no checkpoint in it.
         OSError: there is nothing that can be loaded, or no such repository.
     """
-    from rope_patch.checkpoints.load_gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
     from rope_patch.checkpoints.source_files import on_device
+    from rope_patch.modeling.environment import weights_in_file
     from rope_patch.runtime.parallel import choose_device
 
     onto_gpu = on_device(choose_device(machine.device))

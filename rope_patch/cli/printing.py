@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from rope_patch.reports.page import DataTable, Page
+    from rope_patch.runtime.page import DataTable, Page
 
 
 def command_line() -> str:
@@ -88,7 +88,7 @@ def show_page(page: Page) -> None:
     """
     from rich.text import Text
 
-    from rope_patch.reports.page import DataTable, Note
+    from rope_patch.runtime.page import DataTable, Note
 
     said = set()
 
@@ -129,7 +129,7 @@ def write_and_show(
         build: a function that returns the page of the result.
         brief: a function that returns the page that is printed; by default the same.
     """
-    from rope_patch.reports import page as pages
+    from rope_patch.runtime import page as pages
     from rope_patch.runtime.folders import write_atomically
 
     (json_file,) = (name for name in files if name.endswith(".json"))

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 from rope_patch.checkpoints.callback import saved_folder
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN, Diagnosis
 from rope_patch.diagnosis.doctor import doctor
-from rope_patch.errors import in_one_line
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import records_of, same_tables
+from rope_patch.runtime.errors import in_one_line
 
 
 class RopeDoctorCallback(TrainerCallback):

@@ -21,14 +21,14 @@ from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Dia
 from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, unreadable
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.engines.tables_by_program import PROGRAMS
-from rope_patch.errors import in_one_line
-from rope_patch.gguf.file import open_gguf
-from rope_patch.gguf.header_cache import cached_headers
 from rope_patch.gguf.table import FACTOR_TENSORS
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import shortened
+from rope_patch.runtime.errors import in_one_line
 from rope_patch.runtime.folders import is_gguf
+from rope_patch.runtime.gguf_file import open_gguf
+from rope_patch.runtime.gguf_headers import cached_headers
 
 
 def doctor(

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.engines.folders import read_tables
-from rope_patch.gguf.file import GGUFFile, Key, open_gguf, write_gguf
 from rope_patch.gguf.patch import with_table
 from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys
 from rope_patch.patching.install import restore
@@ -22,6 +21,7 @@ from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import scratch_folder
+from rope_patch.runtime.gguf_file import GGUFFile, Key, open_gguf, write_gguf
 from rope_patch.tables import RotaryTable
 
 NEEDS_CONVERTER = (

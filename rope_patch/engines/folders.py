@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rope_patch import __version__
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, check_adapter_tensors
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.model_without_weights import model_without_weights
@@ -18,12 +17,13 @@ from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.program_contexts import other_contexts, parameters_in
 from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
-from rope_patch.errors import read_json
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
+from rope_patch.version import __version__
 
 NOTE_FILE = "export.json"
 _ADAPTER_FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)

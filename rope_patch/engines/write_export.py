@@ -18,15 +18,15 @@ from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.folders import export_folder
 from rope_patch.engines.verified_versions import ENGINES
-from rope_patch.gguf.file import check_output_file
-from rope_patch.gguf.header_cache import cached_headers, gguf
 from rope_patch.methods import MethodLike
 from rope_patch.options.shared import DTYPES
-from rope_patch.packaged import name_of
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
+from rope_patch.runtime.gguf_file import check_output_file
+from rope_patch.runtime.gguf_headers import cached_headers, gguf
+from rope_patch.runtime.packaged import name_of
 
 TARGETS = (*ENGINES, "gguf")
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
 
-from rope_patch import __version__
-from rope_patch.checkpoints.load_gguf import weights_in_file
 from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.metrics import (
     METRICS,
@@ -31,6 +26,7 @@ from rope_patch.evaluation.metrics import (
 )
 from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_warnings
 from rope_patch.methods import Default, MethodLike
+from rope_patch.modeling.environment import environment
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.encode import PatchPlan, PatchRequest
@@ -281,23 +277,6 @@ def compare(
     )
 
 
-def environment(model: nn.Module) -> dict[str, str]:
-    """Return versions, device and data type of a measurement, and for a GGUF file the types of its weights."""
-    parameter = next(model.parameters())
-    device = str(parameter.device)
-    if parameter.is_cuda:
-        device = torch.cuda.get_device_name(parameter.device)
-    return {
-        "rope_patch": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device,
-        "dtype": _precision_name(model, str(parameter.dtype).removeprefix("torch.")),
-        **weights_in_file(model),
-    }
-
-
 def methods_in_turn(
     model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
 ) -> dict[str, InPlace]:
@@ -351,12 +330,3 @@ def naming_method(method: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{method}: {error}") from error
-
-
-def _precision_name(model: Any, dtype: str) -> str:
-    config = getattr(model.config, "quantization_config", None)
-    if config is None:
-        return dtype
-    config_values = config if isinstance(config, dict) else config.to_dict()
-    bits = next((f" {n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
-    return f"{config_values.get('quant_method', 'quantized')}{bits}, computed in {dtype}"

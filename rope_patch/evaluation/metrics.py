@@ -14,13 +14,13 @@ from statistics import fmean
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import paired_means, paired_shares
-from rope_patch.evaluation.number_format import number_text, percent, perplexity_text
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.registry import Registry
+from rope_patch.runtime.number_format import number_text, percent, perplexity_text
 
 VerdictKind = Literal["safe", "unsafe", "undecided"]
 

@@ -19,10 +19,10 @@ from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
-from rope_patch.evaluation.texts.builtin_text import Corpus, builtin_text
-from rope_patch.evaluation.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.texts.builtin_text import Corpus, builtin_text
+from rope_patch.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 
 ANSWERED_SHARE = 0.75
 """Share of the prompts within its trained length that an unpatched model must answer; otherwise the task is too hard
@@ -128,7 +128,7 @@ class Suite(ABC):
         spec: the spec of what is measured.
         tokenizer: the tokenizer of the models that will be measured.
         text: a text in memory that replaces the spec's, as
-            :func:`~rope_patch.evaluation.texts.documents.documents` takes it.
+            :func:`~rope_patch.texts.documents.documents` takes it.
 
     Attributes:
         spec: the spec as given.
@@ -174,7 +174,7 @@ class EvalSuite(Suite):
         spec: the spec of what is measured.
         tokenizer: the tokenizer of the models that will be measured.
         text: a text in memory that replaces the spec's, as
-            :func:`~rope_patch.evaluation.texts.documents.documents` takes it.
+            :func:`~rope_patch.texts.documents.documents` takes it.
         haystack: a haystack in memory that replaces the spec's.
 
     Attributes:

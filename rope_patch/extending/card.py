@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 from huggingface_hub import metadata_load
 
-from rope_patch import __version__
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
@@ -18,8 +17,9 @@ from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import EXACT_MATCH, before_after
-from rope_patch.reports.page import markdown_table
 from rope_patch.runtime.captions import names_text, windows_text
+from rope_patch.runtime.page import markdown_table
+from rope_patch.version import __version__
 
 CARD_TEMPLATE = """---
 {head}---

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, row_name
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, PairedDifference, Span, change_sentence, change_text
-from rope_patch.evaluation.number_format import number_text, percent, perplexity_text, relative
 from rope_patch.patching.verify import shortened
 from rope_patch.runtime.captions import count_text, names_text
+from rope_patch.runtime.number_format import number_text, percent, perplexity_text, relative
 
 REACHED_SHARE = 0.5
 """A method does not reach the target if prompts show that it answers less than this share of what the unpatched model

@@ -19,7 +19,6 @@ from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.checkpoints.source_files import on_device
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
 from rope_patch.diagnosis.programs import programs_agree
-from rope_patch.errors import read_json
 from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.extending.card import base_card, card
 from rope_patch.extending.result import Extended
@@ -28,6 +27,7 @@ from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.runtime import progress
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import folder_in_one_move, write_atomically
 from rope_patch.runtime.result_cache import finite
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.gguf.file import GGUFFile, check_output_file, open_gguf, write_gguf
 from rope_patch.gguf.table import (
     FACTOR_TENSORS,
     Graph,
@@ -25,6 +24,7 @@ from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
 from rope_patch.runtime import progress
+from rope_patch.runtime.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
 from rope_patch.tables import RotaryTable, Tables
 
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.gguf.file import GGUFFile, Key, Piece, open_gguf
-from rope_patch.gguf.header_cache import gguf
-from rope_patch.methods.scaled import ORIGINAL
+from rope_patch.methods.already_scaled import ORIGINAL
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection
+from rope_patch.runtime.gguf_file import GGUFFile, Key, Piece, open_gguf
+from rope_patch.runtime.gguf_headers import gguf
 from rope_patch.tables import RotaryTable, other_keys
 
 CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"

@@ -12,8 +12,8 @@ import os
 import sys
 from typing import Any
 
-from rope_patch.packaged import data_path
 from rope_patch.runtime.command import guarded
+from rope_patch.runtime.packaged import data_path
 from rope_patch.runtime.text import did_you_mean
 
 

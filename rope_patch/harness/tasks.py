@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from rope_patch.evaluation.retrieval.chat_template import turns_of
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.options.fields import COUNT
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import spread_windows
 
 TASK_OPTIONS = ("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "windows")
 """What ``--metadata`` may set."""

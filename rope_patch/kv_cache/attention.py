@@ -18,14 +18,10 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
+from rope_patch.modeling.read_at_once import CACHE_BLOCK_BYTES, GPU_CACHE_BLOCK_BYTES
 from rope_patch.modeling.temporary_modes import attending_with, attention_state
 
 ATTENTION_NAME = "rope_patch_kv_cache"
-BLOCK_BYTES = 1 << 22
-"""Size of the logits of one block of queries on a CPU [bytes], so small that they stay in its cache, and that a block
-skips most of the keys after its queries."""
-GPU_BLOCK_BYTES = 1 << 28
-"""The same on any other device, where every block costs the start of some thirty kernels [bytes]."""
 
 
 @dataclass(eq=False)
@@ -100,7 +96,7 @@ def attend(
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
     places = torch.arange(total, device=query.device)
-    block = BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
+    block = CACHE_BLOCK_BYTES if query.device.type == "cpu" else GPU_CACHE_BLOCK_BYTES
     step = max(1, min(size, block // (4 * rows * heads * total)))
     out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     for low in range(0, size, step):

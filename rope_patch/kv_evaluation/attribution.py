@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.outliers import KINDS, outlier_pairs
-from rope_patch.evaluation.number_format import number_text
 from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.plans import LayerPlan
 from rope_patch.kv_cache.schemes import Scheme, Side
@@ -18,6 +17,7 @@ from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.captions import indices_text
+from rope_patch.runtime.number_format import number_text
 
 NAMED_SHARE = 0.9
 """Layers are named until they have this share of the costs of all single layers, the costliest first."""

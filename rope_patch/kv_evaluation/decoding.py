@@ -25,7 +25,8 @@ from rope_patch.kv_cache.layer import QuantizedLayer
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.inputs import tensor_hash
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
+from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
-from rope_patch.evaluation.compare import environment, methods_in_turn, naming_method
+from rope_patch.evaluation.compare import methods_in_turn, naming_method
 from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
@@ -26,9 +26,10 @@ from rope_patch.kv_evaluation.measure_format import measure_attribution, measure
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
-from rope_patch.methods.scaled import context_reached
+from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capture
+from rope_patch.modeling.environment import environment
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits

@@ -9,7 +9,6 @@ from typing import Any
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
-from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, verdict_of
 from rope_patch.modeling.state_statistics import Capture
@@ -17,6 +16,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.number_format import number_text
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 8

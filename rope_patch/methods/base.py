@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.scaled import (
+from rope_patch.methods.already_scaled import (
     ORIGINAL,
     context_before,
     context_reached,

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
+from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, LOGITS_AT_ONCE, SLIDING_CHUNK
 from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
@@ -23,13 +24,6 @@ from rope_patch.runtime import progress
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
-LOGITS_AT_ONCE = 256
-"""Number of tokens whose logits exist at one time."""
-SLIDING_CHUNK = 1024
-"""Length of a forward pass through layers with shorter sliding windows [tokens]."""
-FLOATS_AT_ONCE = 1 << 21
-"""Number of float32 logits that a loss is computed of at one time on a CPU: 8 MB, which malloc of glibc takes from its
-heap."""
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE, Reader
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
+from rope_patch.modeling.scoring import Reader
 
 IGNORED_LABEL = -100
 """Label of a token that is not predicted, as everywhere in transformers."""

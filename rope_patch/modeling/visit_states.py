@@ -13,15 +13,11 @@ from transformers import DynamicCache
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import check_ids
+from rope_patch.modeling.read_at_once import LARGE_SLICE_TOKENS, SLICE_TOKENS
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
-
-SLICE_TOKENS = {"cpu": 512}
-"""Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
-On other devices it is ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
-LARGE_SLICE_TOKENS = 4096
 
 Visit = Callable[[AttentionLayer, str, Tensor, int, int], None]
 """A function that is called with states as they appear. Its arguments are the layer, the role, the states before

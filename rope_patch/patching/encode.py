@@ -13,7 +13,7 @@ from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling, longrope_parameters
-from rope_patch.methods.scaled import ORIGINAL, context_before, context_reached
+from rope_patch.methods.already_scaled import ORIGINAL, context_before, context_reached
 from rope_patch.patching.locate import Location
 from rope_patch.patching.older_keys import ROPE_TYPES
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules

@@ -16,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
-from rope_patch.errors import as_value_error
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.probe import Probe, probe
 from rope_patch.patching.record import (
@@ -39,6 +38,7 @@ from rope_patch.patching.rotary import (
     original_tables,
     scaling_of,
 )
+from rope_patch.runtime.errors import as_value_error
 from rope_patch.tables import RotaryTable, Tables, other_keys
 
 _POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_patch.errors import read_json
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import write_atomically
 
 _SHARE = "partial_rotary_factor"

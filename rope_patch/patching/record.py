@@ -18,11 +18,11 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.utils import logging as hf_logging
 
-from rope_patch import __version__
-from rope_patch.errors import in_one_line
 from rope_patch.frequencies import fingerprint, table_of
 from rope_patch.methods import METHODS, Method, Table, as_method, from_dict
+from rope_patch.runtime.errors import in_one_line
 from rope_patch.tables import RotaryTable, Tables
+from rope_patch.version import __version__
 
 logger = hf_logging.get_logger("rope_patch")
 SCHEMA = 1

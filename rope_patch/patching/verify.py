@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
-from rope_patch.methods.scaled import context_reached
+from rope_patch.methods.already_scaled import context_reached
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
 from rope_patch.patching.record import (

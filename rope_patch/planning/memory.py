@@ -8,9 +8,7 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.analysis.attention_mass import BLOCK_BYTES
-from rope_patch.kv_cache.attention import GPU_BLOCK_BYTES
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE, SLIDING_CHUNK
+from rope_patch.modeling.read_at_once import GPU_CACHE_BLOCK_BYTES, LOGITS_AT_ONCE, SLIDING_CHUNK, WEIGHTS_BLOCK_BYTES
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -76,14 +74,14 @@ def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     scored = max(read, min(LOGITS_AT_ONCE, length) * shape.vocab * (element + 8)) + cache * (chunk < length)
     twice = 2 * _cached(shape, options, length)
     states = length * shape.hidden * element
-    compared = 3 * states + max(_one_pass(shape, options, length), 4 * GPU_BLOCK_BYTES + 2 * states)
+    compared = 3 * states + max(_one_pass(shape, options, length), 4 * GPU_CACHE_BLOCK_BYTES + 2 * states)
     return {
         "weights": weights,
         "KV cache": _cached(shape, options, 0),
         "perplexity": weights + scored,
         "retrieval": weights + cache + read,
         "kv-check": weights + max(twice + compared, 3 * twice),
-        "analyze": weights + max(_one_pass(shape, options, min(length, 2048)), 6 * BLOCK_BYTES),
+        "analyze": weights + max(_one_pass(shape, options, min(length, 2048)), 6 * WEIGHTS_BLOCK_BYTES),
     }
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
-from rope_patch.errors import read_json
-from rope_patch.packaged import data_path
+from rope_patch.runtime.errors import read_json
+from rope_patch.runtime.packaged import data_path
 
 # Parts of a name that do not change the shapes: Meta-Llama-3.1-8B-Instruct has those of Llama-3.1-8B.
 _SAME_SHAPE = re.compile(r"^meta-|(-(instruct|base|text|it|pt))+$")

@@ -9,13 +9,13 @@ import torch
 from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import OUTLIER_RATIO, bounds
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.evaluation.number_format import number_text
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.state_statistics import LayerCapture
 from rope_patch.reports import analysis_figures as figures
-from rope_patch.reports import page as pages
-from rope_patch.reports.page import Cell, Cells, DataTable, Note, Page, Section
+from rope_patch.runtime import page as pages
 from rope_patch.runtime.captions import ranges_text
+from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.page import Cell, Cells, DataTable, Note, Page, Section
 
 MOST_HEADS, MOST_SINKS = 40, 16
 """Number of rows of a table at most."""

@@ -13,12 +13,12 @@ from rope_patch.analysis.heads import TYPE_SHARE
 from rope_patch.analysis.outliers import contributions, once_per_key_head
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.number_format import number_text
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
-from rope_patch.reports.page import Figure, figure
 from rope_patch.reports.plots import analysis as plots
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, few, pair_map
 from rope_patch.runtime.captions import ranges_text
+from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.page import Figure, figure
 
 PLURAL_OF_ROLE = {"query": "queries", "key": "keys", "value": "values"}
 BOUND_CAPTION = (

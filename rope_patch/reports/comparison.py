@@ -19,10 +19,12 @@ from rope_patch.evaluation.metrics import (
     spans_at,
     value_text,
 )
-from rope_patch.evaluation.number_format import number_text
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.reports import page as pages
-from rope_patch.reports.page import (
+from rope_patch.runtime import page as pages
+from rope_patch.runtime import plots
+from rope_patch.runtime.captions import count_text, names_text, windows_text
+from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.page import (
     INTERVALS,
     Cell,
     Cells,
@@ -34,8 +36,6 @@ from rope_patch.reports.page import (
     figure,
     short_names,
 )
-from rope_patch.reports.plots import base as plots
-from rope_patch.runtime.captions import count_text, names_text, windows_text
 
 EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
 """The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""

@@ -11,13 +11,15 @@ from rope_patch.evaluation.metrics import (
     spans_at,
     value_text,
 )
-from rope_patch.evaluation.number_format import number_text, relative
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
-from rope_patch.reports import page as pages
 from rope_patch.reports.comparison import answers, change_cell, scores_facts
-from rope_patch.reports.page import (
+from rope_patch.runtime import page as pages
+from rope_patch.runtime import plots
+from rope_patch.runtime.captions import windows_text
+from rope_patch.runtime.number_format import number_text, relative
+from rope_patch.runtime.page import (
     INTERVALS,
     Cell,
     Cells,
@@ -30,8 +32,6 @@ from rope_patch.reports.page import (
     figure,
     short_names,
 )
-from rope_patch.reports.plots import base as plots
-from rope_patch.runtime.captions import windows_text
 
 
 def page(check: KVCheck) -> Page:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, change_sentence, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
-from rope_patch.evaluation.texts.documents import encode
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.result_cache import finite
+from rope_patch.texts.documents import encode
 
 SEED_OFFSET = 1_000_003
 """Number that is added to the seed, so that a run is not evaluated on prompts that `compare` uses with a small seed."""

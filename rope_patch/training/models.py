@@ -19,12 +19,12 @@ from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import on_device
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
-from rope_patch.packaged import data_path
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.record import PatchRecord
 from rope_patch.planning import Plan, plan
 from rope_patch.runtime.folders import is_gguf
+from rope_patch.runtime.packaged import data_path
 from rope_patch.runtime.parallel import choose_device
 from rope_patch.training.pack_rows import rows_per_step
 

@@ -20,13 +20,13 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rope_patch.errors import read_json
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import encode
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, RecipeOptions
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import write_atomically
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import encode
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file to the reader of ``datasets``."""

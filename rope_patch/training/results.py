@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
+from rope_patch.modeling.environment import environment
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.verify import shortened, trained_length, verify_model
-from rope_patch.reports.page import Cells, DataTable, markdown_table
 from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.page import Cells, DataTable, markdown_table
 from rope_patch.training.evaluate_run import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
 from rope_patch.training.pack_rows import rows_per_step

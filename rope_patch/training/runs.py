@@ -14,12 +14,12 @@ from transformers.utils.generic import flatten_dict
 from rope_patch.checkpoints.adapters import CONFIG_FILE, file_hash
 from rope_patch.checkpoints.tokenizer_files import TOKENIZER_FILES
 from rope_patch.checkpoints.weight_files import model_files
-from rope_patch.errors import read_json
 from rope_patch.frequencies import geometric
 from rope_patch.methods import as_method
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.options.yaml_and_json import to_dict
 from rope_patch.registry import is_built_in
+from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import HIDDEN_MARK, remove, write_atomically
 from rope_patch.runtime.result_cache import key
 from rope_patch.tables import RotaryTable

@@ -19,10 +19,10 @@ import rope_patch
 from rope_patch.analysis import analyze as engine
 from rope_patch.analysis.p_sweep import half_chord, sweep_p
 from rope_patch.analysis.result import findings
-from rope_patch.evaluation.texts.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.domains import DOMAINS, builtin_domains, read_rows
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")

@@ -179,7 +179,7 @@ def assert_looped(layer, expected):
 
 def in_blocks(monkeypatch, rows, queries):
     """Let attention over these rows be computed so many queries at a time, of models with 4 heads."""
-    monkeypatch.setattr(attention_mass, "BLOCK_BYTES", 4 * 4 * rows.shape[-1] * queries)
+    monkeypatch.setattr(attention_mass, "WEIGHTS_BLOCK_BYTES", 4 * 4 * rows.shape[-1] * queries)
 
 
 def compare_to_loops(model, rows, windows, monkeypatch):

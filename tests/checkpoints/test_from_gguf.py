@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.frequencies import geometric
-from rope_patch.gguf.file import Key
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import RECORD_KEY
+from rope_patch.runtime.gguf_file import Key
 
 TOKENS = ids(48) % 96
 

@@ -15,11 +15,11 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.gguf.file import Key
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import RECORD_KEY
 from rope_patch.options import COMMANDS as OPTIONS
 from rope_patch.options.fields import leaves
+from rope_patch.runtime.gguf_file import Key
 
 COMMANDS = {
     "doctor": ("doctor", "DIR"),

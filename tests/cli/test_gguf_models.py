@@ -102,7 +102,7 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, file, kind):
     """The process stops itself in the middle of the copy, as Ctrl-C, Slurm or a closed terminal would."""
     code = """if True:
         import os, signal, sys
-        from rope_patch.gguf import file as gguf_file
+        from rope_patch.runtime import gguf_file
         from rope_patch.cli import app
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one

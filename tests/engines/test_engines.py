@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import rope_patch
 from rope_patch.frequencies import table_of
-from rope_patch.gguf.file import Key
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import read_gguf
+from rope_patch.runtime.gguf_file import Key
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

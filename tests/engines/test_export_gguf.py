@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rope_patch
 from rope_patch.engines import export
-from rope_patch.gguf.file import open_gguf
 from rope_patch.gguf.table import FREQS, read_gguf
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime.gguf_file import open_gguf
 
 TESTS = Path(__file__).parents[1]
 WHOLE = f"""

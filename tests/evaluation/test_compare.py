@@ -22,10 +22,10 @@ from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.metrics import Span
 from rope_patch.evaluation.smaller_specs import tokens_to_read
-from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache
+from rope_patch.texts.builtin_text import builtin_text
 
 ASSETS = rope_patch.data_path("assets")
 TEXT = builtin_text("heldout").text[:20_000]

@@ -18,13 +18,13 @@ from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.formats import FORMATS, Format, nonzero
 from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import TokenDocument
 
 TEXT = builtin_text("heldout").text[:60_000]
 

@@ -13,9 +13,9 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.builtin_text import builtin_text
 
 TEXT = builtin_text("heldout").text[:60_000]
 SPEC = EvalSpec([256, 512], windows=3, bucket=64)

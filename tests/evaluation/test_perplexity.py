@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
-from rope_patch.evaluation.texts.documents import TokenDocument, encode
 from rope_patch.modeling import scoring
 from rope_patch.modeling.identity import FIXED_TOKENS
-from rope_patch.modeling.scoring import LOGITS_AT_ONCE
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
 from rope_patch.patching.cache_argument import cache_argument, cache_in
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.documents import TokenDocument, encode
 
 VOCABULARY = 96
 

@@ -16,7 +16,7 @@ from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.tasks.base import NOUNS
-from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.texts.builtin_text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 

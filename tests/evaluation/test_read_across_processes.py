@@ -21,9 +21,9 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity.measure import perplexity
-from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.runtime.parallel import alone, from_first_process
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.builtin_text import builtin_text
 
 pytestmark = pytest.mark.slow
 

@@ -18,13 +18,13 @@ from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.evaluation.texts.documents import encode
 from rope_patch.kv_evaluation.verdicts import verdict_of
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.reports import comparison as report
-from rope_patch.reports.page import render
+from rope_patch.runtime.page import render
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.documents import encode
 
 TEXT = "Some words to read, and some more of them. " * 90
 ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.prompting import TOKENIZER
 
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.extending.round_sizes import Round, rounds_of, rounds_within, windows_read
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.texts.builtin_text import builtin_text
 
 
 def test_a_round_costs_what_it_measures_anew():

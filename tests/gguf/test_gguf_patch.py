@@ -25,9 +25,9 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.checkpoints.folder_patch import restore_folder
-from rope_patch.gguf.file import Key, Piece, open_gguf, write_gguf
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import RECORD_KEY
+from rope_patch.runtime.gguf_file import Key, Piece, open_gguf, write_gguf
 
 TOKENS = ids(48) % 96
 

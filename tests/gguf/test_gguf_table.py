@@ -11,10 +11,10 @@ from support.tiny import YARN, tiny_model
 from transformers import AutoModelForCausalLM
 
 from rope_patch import PatchError, doctor
-from rope_patch.gguf.file import Key, Piece, open_gguf
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.gguf.table import FREQS, LONG, SHORT, read_gguf
 from rope_patch.methods import METHODS
+from rope_patch.runtime.gguf_file import Key, Piece, open_gguf
 
 F32 = gguf.GGMLQuantizationType.F32
 PARAMETERS = {

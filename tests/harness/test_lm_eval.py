@@ -44,14 +44,14 @@ import rope_patch
 from rope_patch import PatchError
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.patching.cache_argument import cache_argument
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import spread_windows
 
 ROOT = Path(__file__).resolve().parents[2]
 RULER = Path(lm_eval.tasks.__file__).parent / "ruler"

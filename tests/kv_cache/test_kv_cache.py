@@ -631,7 +631,7 @@ def test_models_that_cannot_be_read(config, message):
 @pytest.mark.parametrize("text", [SCHEMES[0], "int4.token"])
 def test_no_square_of_the_text_is_ever_made(text, monkeypatch):
     model, row = tiny_model("gemma3", **NARROW, max_position_embeddings=512), ids(400, 1)
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 4 * 4 * 400 * 8)  # 8 queries of 4 heads
+    monkeypatch.setattr(attention, "CACHE_BLOCK_BYTES", 4 * 4 * 400 * 8)  # 8 queries of 4 heads
     with quantized(model, text) as factory:
         with Largest(torch.Tensor.numel) as sliced:
             got = losses_of_states(model, row)

@@ -13,13 +13,13 @@ from support.tiny import small
 from transformers import DynamicCache
 
 import rope_patch
-from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_evaluation.decoding import Decoding
 from rope_patch.kv_evaluation.measure_format import tokens_to_check
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.documents import spread_windows
 
 TEXT = (Path(rope_patch.data_path("assets")) / "domains" / "english.txt").read_text(encoding="utf-8")
 PROMPT, STEPS = 40, 16

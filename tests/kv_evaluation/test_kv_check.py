@@ -20,7 +20,6 @@ import rope_patch
 from rope_patch.evaluation.metrics import METRICS, spans_at
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
-from rope_patch.evaluation.texts.documents import spread_windows
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
@@ -31,6 +30,7 @@ from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.documents import spread_windows
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")

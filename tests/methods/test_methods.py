@@ -41,7 +41,7 @@ from rope_patch.methods import (
     from_dict,
     parse,
 )
-from rope_patch.methods.scaled import context_reached
+from rope_patch.methods.already_scaled import context_reached
 from rope_patch.tables import RotaryTable
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -27,8 +27,8 @@ from rope_patch.modeling import scoring
 from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.training_loss import fuse
-from rope_patch.packaged import data_path
 from rope_patch.planning import plan
+from rope_patch.runtime.packaged import data_path
 from rope_patch.training.models import target_pattern, training_plan
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -173,7 +173,7 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
     # As on a GPU: all logits of a slice at once, and large blocks of a quantized cache.
     monkeypatch.setattr(scoring, "FLOATS_AT_ONCE", 1 << 40)
-    monkeypatch.setattr(attention, "BLOCK_BYTES", attention.GPU_BLOCK_BYTES)
+    monkeypatch.setattr(attention, "CACHE_BLOCK_BYTES", attention.GPU_CACHE_BLOCK_BYTES)
     with torch.device("meta"):
         model = shipped(name, num_hidden_layers=layers).eval()
     model.name = name

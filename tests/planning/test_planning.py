@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import token_loss
-from rope_patch.packaged import data_path
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
+from rope_patch.runtime.packaged import data_path
 
 GIB = 2**30
 

@@ -20,14 +20,14 @@ from rope_patch.analysis.outliers import contributions, mean_pairs
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.evaluation.texts.domains import TextRows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures
 from rope_patch.reports.analysis import token_text
 from rope_patch.reports.analysis_figures import kinds
-from rope_patch.reports.page import Figure, render, write
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
+from rope_patch.runtime.page import Figure, render, write
+from rope_patch.texts.domains import TextRows
 
 WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
 NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")

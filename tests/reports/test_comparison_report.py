@@ -11,8 +11,8 @@ from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothin
 
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.reports import comparison as report
-from rope_patch.reports.page import render
-from rope_patch.reports.plots import base as plots
+from rope_patch.runtime import plots
+from rope_patch.runtime.page import render
 
 NOTHING = {(length, depth): 0 for length in LENGTHS for depth in DEPTHS}
 GOOD, BAD = row("good", [1.0, 1.1, 1.05, 1.0]), row("bad", [3.0, 3.1, 3.05, 3.0], NOTHING, table=(0.5, 0.0))

@@ -17,8 +17,8 @@ import rope_patch
 from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
-from rope_patch.reports.page import render
-from rope_patch.reports.plots.base import Cost, costs
+from rope_patch.runtime.page import render
+from rope_patch.runtime.plots import Cost, costs
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}

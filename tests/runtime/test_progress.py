@@ -44,7 +44,7 @@ def test_windows_that_are_kept_are_reported_at_once_and_equal_ones_together():
 def test_padding_is_no_progress():
     model = tiny_model()
     rows = [torch.arange(3, 33), torch.arange(3, 9)]
-    from rope_patch.evaluation.texts.documents import TokenDocument
+    from rope_patch.texts.documents import TokenDocument
 
     documents = [TokenDocument(str(i), row) for i, row in enumerate(rows)]
     reports = reported(lambda: perplexity(model, documents, window=30, batch=2))

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 import rope_patch
-from rope_patch.gguf.file import GGUFFile, Key, Piece, open_gguf, write_gguf
+from rope_patch.runtime.gguf_file import GGUFFile, Key, Piece, open_gguf, write_gguf
 from support.tiny import tiny_model
 
 

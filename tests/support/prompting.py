@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.texts.builtin_text import builtin_text
 from support.reference_recipe import recipe
 from support.tiny import tiny_model
 

@@ -14,9 +14,9 @@ from support.recipe_runs import recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.packaged import data_path
 from rope_patch.patching.locate import locate
 from rope_patch.planning.shapes import shape_of
+from rope_patch.runtime.packaged import data_path
 from rope_patch.training.models import BUNDLED_MODELS, prepare, training_plan
 from rope_patch.training.trainer import training_arguments
 

@@ -18,11 +18,11 @@ from support.scored import bold_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from transformers import TrainingArguments, default_data_collator
 
-from rope_patch import packaged as _paths
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.scoring import Reader
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
+from rope_patch.runtime import packaged as _paths
 from rope_patch.training.trainer import LongTrainer
 
 SHARDED = ["by accelerate", "tied", "whole"]

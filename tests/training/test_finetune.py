@@ -31,11 +31,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.cli.finetune import smaller
-from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.methods import METHODS
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.runtime.folders import locked_output
+from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.training import finetune as module
 from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune

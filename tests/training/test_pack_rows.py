@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, Gemma3Config, TrainingArguments
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
-from rope_patch.evaluation.texts.documents import encode
 from rope_patch.modeling.positions import skipped_positions
 from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning.shapes import shape_of
+from rope_patch.texts.documents import encode
 from rope_patch.training.models import load_model, prepare, target_pattern
 from rope_patch.training.pack_rows import conversation, held_out, make_rows, open_source, packed_rows
 from rope_patch.training.trainer import LongTrainer

@@ -17,8 +17,8 @@ import torch
 from support.reference_recipe import SCRIPT, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.evaluation.texts import builtin_text as corpora
-from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.texts import builtin_text as corpora
+from rope_patch.texts.builtin_text import builtin_text
 
 every_stage = pytest.mark.parametrize("stage", recipe.CURRICULUM + recipe.SCALED_CURRICULUM, ids=str)
 

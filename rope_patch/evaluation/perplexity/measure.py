@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.result import PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
-from rope_patch.evaluation.texts.documents import TokenDocument
 from rope_patch.modeling.inputs import check_ids, tensor_hash
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key
+from rope_patch.texts.documents import TokenDocument
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def perplexity(
         model: a causal language model of transformers.
         token_ids: one text as a tensor or list of ids (tokens,); or rows (windows, tokens), each of which is a document
             of one window; or an iterable of documents, which are read one at a time, as
-            :func:`~rope_patch.evaluation.texts.documents.encode` yields them.
+            :func:`~rope_patch.texts.documents.encode` yields them.
         stride: distance between the starts of windows [tokens]; by default, and at most, as many as a window has
             besides the special tokens, so that windows do not overlap.
         chunk: length of a forward pass [tokens]; by default the window, or less if the model has sliding windows.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.documents import TokenDocument
+from rope_patch.texts.documents import TokenDocument
 
 
 def _exp(nll: float) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import text_digest, whole_text
 from rope_patch.options.evaluation import DEFAULT_HAYSTACK as DEFAULT_HAYSTACK
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import text_digest, whole_text
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
 """The sentences that the haystack ``"noise"`` repeats."""

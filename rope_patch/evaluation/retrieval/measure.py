@@ -24,12 +24,12 @@ from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
-from rope_patch.evaluation.texts.documents import check_tokenizer, text_digest
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import key
+from rope_patch.texts.documents import check_tokenizer, text_digest
 
 
 @dataclass(frozen=True)

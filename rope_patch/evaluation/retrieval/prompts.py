@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_patch.evaluation.retrieval.haystack import DEFAULT_HAYSTACK, Haystack
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
-from rope_patch.evaluation.texts.documents import prefix_ids
+from rope_patch.texts.documents import prefix_ids
 
 
 @dataclass(frozen=True)

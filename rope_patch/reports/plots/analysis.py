@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rope_patch.analysis.outliers import KINDS, MeanPair
 from rope_patch.frequencies import offset_frequency_bound, wavelength
-from rope_patch.reports.plots.base import COLORS, mark_position, new_figure, plain_axes
+from rope_patch.runtime.plots import COLORS, mark_position, new_figure, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,7 +25,7 @@ METHODS = (
     ),
     Mutation(
         "yarn_of_a_card_counts_from_the_stated_context",
-        "rope_patch/methods/scaled.py",
+        "rope_patch/methods/already_scaled.py",
         "return max(stated, reached)",
         "return stated",
     ),
@@ -127,7 +127,7 @@ CHECKPOINTS = (
     ),
     Mutation(
         "offsets_of_tensors_are_not_aligned",
-        "rope_patch/gguf/file.py",
+        "rope_patch/runtime/gguf_file.py",
         "offset += piece.size + -piece.size % alignment",
         "offset += piece.size",
     ),

@@ -25,7 +25,7 @@ EVALUATION = (
     ),
     Mutation(
         "characters_beyond_the_basic_plane_have_three_bytes",
-        "rope_patch/evaluation/texts/documents.py",
+        "rope_patch/texts/documents.py",
         "+ (points > 0x7FF) + (points > 0xFFFF)",
         "+ (points > 0x7FF)",
     ),

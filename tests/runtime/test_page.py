@@ -11,8 +11,8 @@ from support.report_pages import Page as Parsed
 from support.report_pages import accessible, loads_nothing
 
 import rope_patch
-from rope_patch.reports.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write
-from rope_patch.reports.plots.base import WIDTH, line_styles, new_figure
+from rope_patch.runtime.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write
+from rope_patch.runtime.plots import WIDTH, line_styles, new_figure
 
 EVIL = '<script>alert("1")</script>&$x$'
 CELLS = [

@@ -17,8 +17,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rope_patch.packaged import data_path
 from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.packaged import data_path
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
 _LONGEST_NAME = 80  # what has more characters is cut in tables, figures and names of files
@@ -91,7 +91,7 @@ class Figure:
     @cached_property
     def source(self) -> str:
         """The figure as a self-contained image, as a ``data:`` address."""
-        from rope_patch.reports.plots.base import svg
+        from rope_patch.runtime.plots import svg
 
         return f"data:image/svg+xml;base64,{base64.b64encode(svg(self.drawn).encode()).decode()}"
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.builtin_text import Corpus
+from rope_patch.texts.builtin_text import Corpus
 
 
 @dataclass(frozen=True)

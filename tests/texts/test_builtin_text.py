@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch.evaluation.texts.builtin_text import builtin_text
+from rope_patch.texts.builtin_text import builtin_text
 
 SPLITS = ("train", "heldout", "haystack")
 
@@ -40,7 +40,7 @@ def test_language_topics_docstrings_and_source_are_all_there():
 
 
 def test_the_corpus_is_the_same_in_each_process():
-    line = "from rope_patch.evaluation.texts.builtin_text import builtin_text as text"
+    line = "from rope_patch.texts.builtin_text import builtin_text as text"
     code = f"{line}; print(*(text(split).sha256 for split in {SPLITS}))"
     other_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": other_seed}

@@ -13,8 +13,8 @@ from support.tiny import tiny_model
 
 import rope_patch
 from rope_patch.engines import export
-from rope_patch.gguf.file import Key, write_gguf
-from rope_patch.gguf.header_cache import cached_headers
+from rope_patch.runtime.gguf_file import Key, write_gguf
+from rope_patch.runtime.gguf_headers import cached_headers
 
 
 @pytest.fixture(scope="module")

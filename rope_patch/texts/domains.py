@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.texts.documents import Source, TokenDocument, cut_windows, encode, prefix_ids, whole_text
-from rope_patch.packaged import data_path
+from rope_patch.runtime.packaged import data_path
+from rope_patch.texts.documents import Source, TokenDocument, cut_windows, encode, prefix_ids, whole_text
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
 LONGEST_ROW = 2048
@@ -53,7 +53,7 @@ def read_rows(
 
     Args:
         tokenizer: the tokenizer of the model that will read the rows.
-        sources: texts by name, as :func:`~rope_patch.evaluation.texts.documents.documents` reads them; by default
+        sources: texts by name, as :func:`~rope_patch.texts.documents.documents` reads them; by default
             :func:`builtin_domains`.
         window: length of a row [tokens]; by default the model's context, but at most ``LONGEST_ROW`` and the length of
             the shortest text.

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.gguf.header_cache import cached_headers, gguf
 from rope_patch.runtime.folders import file_in_one_move
+from rope_patch.runtime.gguf_headers import cached_headers, gguf
 
 _VERSION = 3
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from rope_patch.evaluation.number_format import number_text
+from rope_patch.runtime.number_format import number_text
 
 if TYPE_CHECKING:  # a page is printed without matplotlib, which only drawing needs
     from matplotlib.axes import Axes

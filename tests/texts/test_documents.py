@@ -12,8 +12,8 @@ from support.prompting import TOKENIZER, bold
 from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.perplexity.measure import perplexity
-from rope_patch.evaluation.texts.builtin_text import builtin_text
-from rope_patch.evaluation.texts.documents import TokenDocument, documents, encode
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import TokenDocument, documents, encode
 
 
 def read(source):
@@ -116,7 +116,7 @@ def test_special_tokens_are_put_once_and_only_in_front():
 def test_a_very_long_text_is_encoded_in_pieces_that_end_with_a_line(monkeypatch):
     text = "naïve 🙂 — “café”\n你好 and more words\n" * 9
     (whole,) = encode(TOKENIZER, text)
-    monkeypatch.setattr("rope_patch.evaluation.texts.documents.PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("rope_patch.texts.documents.PIECE_CHARACTERS", 50)
     (pieces,) = encode(TOKENIZER, text)
     assert torch.equal(pieces.ids, whole.ids) and torch.equal(pieces.ends, whole.ends)
     (line,) = encode(TOKENIZER, "7" * 120)

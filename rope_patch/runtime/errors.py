@@ -69,4 +69,4 @@ def _is_ours(error: BaseException) -> bool:
         return False
     # The last frame of the traceback is the one that raised it.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__")).partition(".")[0] == __package__
+    return str(frames[-1].f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]

@@ -1,0 +1,20 @@
+"""How much is read, attended or scored at one time: what the memory of a measurement follows from."""
+
+LOGITS_AT_ONCE = 256
+"""Number of tokens whose logits exist at one time."""
+FLOATS_AT_ONCE = 1 << 21
+"""Number of float32 logits that a loss is computed of at one time on a CPU: 8 MB, which malloc of glibc takes from its
+heap."""
+SLIDING_CHUNK = 1024
+"""Length of a forward pass through layers with shorter sliding windows [tokens]."""
+CACHE_BLOCK_BYTES = 1 << 22
+"""Size of the logits of one block of queries before a quantized cache on a CPU [bytes], so small that they stay in the
+processor's cache, and that a block skips most of the keys after its queries."""
+GPU_CACHE_BLOCK_BYTES = 1 << 28
+"""The same on any other device, where every block costs the start of some thirty kernels [bytes]."""
+WEIGHTS_BLOCK_BYTES = 1 << 26
+"""Size of the attention weights of one block of queries, where weights are added up [bytes]."""
+SLICE_TOKENS = {"cpu": 512}
+"""Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
+On other devices it is ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
+LARGE_SLICE_TOKENS = 4096
