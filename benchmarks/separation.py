@@ -34,7 +34,6 @@ import rope_patch
 from measuring import command, environment, write
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.retrieval.measure import Sample
-from rope_patch.evaluation.smaller_specs import tokens_computed
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question, Task
 from rope_patch.evaluation.tasks.base import ADJECTIVES, NOUNS, CrowdedTask, endless_pairs
@@ -106,6 +105,18 @@ class MvNiahBasic(Task, name="mv_niah_basic"):
         text, prefix = f" What are all the magic numbers of {name}?", f" In order, the magic numbers of {name} are"
         opening, hidden = "Some words have magic numbers.", tuple(zip(depths, needles, strict=True))
         return [Question(hidden, text, prefix, tuple(values), tuple(depths), context, opening)]
+
+
+def tokens_computed(spec: EvalSpec) -> float:
+    """Return how many tokens the model computes in one run: fewer than the prompts hold.
+
+    Prompts of one haystack share the text before the needle, and the model computes that part once.
+    """
+    # The prompt with the deepest needle is computed whole. A prompt with its needle at depth d shares its first d with
+    # that one, so only the remaining 1 - d of it is computed.
+    whole = len(spec.depths) - math.fsum(spec.depths[:-1])  # prompts, counted in lengths
+    prompts = spec.samples * math.fsum(1 if TASKS.find(task).joined else whole for task in spec.tasks)
+    return (spec.windows or 0) * spec.longest + prompts * sum(spec.lengths)
 
 
 def endless_requests(rng: random.Random) -> Iterator[str]:

@@ -20,7 +20,7 @@ from rope_patch.checkpoints.source_files import on_device
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.errors import read_json
-from rope_patch.evaluation.smaller_specs import check_tasks
+from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.extending.card import base_card, card
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method

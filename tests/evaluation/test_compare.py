@@ -20,8 +20,8 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.count_tokens import tokens_to_read
 from rope_patch.evaluation.metrics import Span
-from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.evaluation.texts.builtin_text import builtin_text
 from rope_patch.patching.verify import inspect_model
 from rope_patch.runtime.progress import listen
