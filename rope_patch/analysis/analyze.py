@@ -94,7 +94,7 @@ def analyze(
     with progress.stage("heads"):
         measured = measure_heads(model, rows.ids)
     # Few tokens, which were not announced.
-    with progress.unreported():
+    with progress.work(0):
         chosen = list(heads) or _clearest(measured)
         positional = measured.positional()
         views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional])

@@ -356,8 +356,9 @@ class Run:
                 f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; windows: {one.windows}"
             )
             measured = rounds[number - 2].windows if comparisons else 0
-            with progress.known_before((one.candidates + 1) * measured * suite.spec.longest):
-                comparison = compare(self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.finished)
+            # Only new windows were announced. The results of the others are there, which takes their tokens off again.
+            progress.more((one.candidates + 1) * measured * suite.spec.longest)
+            comparison = compare(self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.finished)
             comparisons.append(comparison)
             evaluator = self._evaluator(comparison)
             if len(remaining) <= 2 and evaluator.settled():

@@ -128,7 +128,7 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     values = measured({remedy.name: change for remedy, change in possible})
     helps = [replace(remedy, kl=value) for (remedy, _), value in zip(possible, values, strict=True)]
     left = _passes(len(setting.layers)) - 1 - len(owners) - len(helps)
-    progress.known(left * tokens)
+    progress.more(-left * tokens)
     shares = _shares(setting, scheme)
     return Attribution(whole, keys, layers, shares, tuple(sorted(helps, key=lambda remedy: remedy.kl)))
 
