@@ -41,8 +41,8 @@ rope-patch recipes copy my-recipes
 ```
 
 Lengths are numbers of tokens, written as 8192 or 8k; lists are one word, separated by spaces or commas. Long commands
-say first how many tokens they read, and `--budget 30m` reads what fits into a time. Every command has `--help`. This
-page is made from the options by `docs/commands.py`.
+say first how many tokens they read and how long that takes ([less or more](measure.md)). Every command has `--help`.
+This page is made from the options by `docs/commands.py`.
 """
 
 

@@ -16,19 +16,18 @@ from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
-from rope_patch.evaluation.time_budget import default_tokens
 from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.environment import environment
-from rope_patch.options.analyze import P_VALUES
-from rope_patch.patching.verify import inspect_model
+from rope_patch.options.analyze import P_VALUES, TOKENS
+from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.packaged import name_of
 from rope_patch.texts.documents import Source
-from rope_patch.texts.domains import read_rows
+from rope_patch.texts.domains import TextRows, read_rows
 
-DEFAULT_TOKENS = 16384
-"""Number of tokens that the statistics read at most, where no number is given."""
+READINGS = 2
+"""How often the rows are read: for the statistics of queries and keys, and for the attention masses."""
 SHOWN_TOKENS = 256
 """Number of tokens that single heads are shown on."""
 
@@ -37,9 +36,9 @@ SHOWN_TOKENS = 256
 def analyze(
     model: nn.Module,
     tokenizer: Any,
-    text: Source | Mapping[str, Source] | None = None,
+    text: Source | Mapping[str, Source] | TextRows | None = None,
     *,
-    tokens: int | None = None,
+    tokens: int = TOKENS,
     window: int | None = None,
     heads: Sequence[tuple[int, int]] = (),
     p_values: Sequence[float] = P_VALUES,
@@ -55,9 +54,9 @@ def analyze(
         tokenizer: the tokenizer of the model.
         text: the text that the model reads: a text, file or folder as
             :func:`~rope_patch.texts.documents.documents` reads it, or several by name, of each of which the
-            statistics read as much. By default short texts of five domains that ship with the package.
-        tokens: the number of tokens that the statistics read at most, over all rows; by default 16384, or fewer for a
-            large model [tokens].
+            statistics read as much; or what :func:`rows_to_read` returned. By default short texts of five domains that
+            ship with the package.
+        tokens: the number of tokens that the statistics read at most, over all rows [tokens].
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].
         heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
         p_values: the values of p of p-RoPE to look at, in (0, 1).
@@ -84,14 +83,10 @@ def analyze(
     inspection = inspect_model(model)
     config: Any = model.config
     check_choices(config, heads=heads, p_values=p_values)
-    domains = text if isinstance(text, Mapping) or text is None else {"text": text}
-    context = max(context_reached(table) for table in inspection.tables)
-    if tokens is None:
-        # Half of what such a model may read, since the rows are read twice.
-        tokens = max(2, min(DEFAULT_TOKENS, default_tokens(model) // 2))
-    rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
-    # The rows are read twice: for the statistics of queries and keys, and for the attention masses.
-    progress.more(2 * rows.ids.numel())
+    rows = text
+    if not isinstance(rows, TextRows):
+        rows = rows_to_read(model, tokenizer, rows, tokens=tokens, window=window)
+    progress.more(READINGS * rows.ids.numel())
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
     with progress.stage("capture"):
@@ -99,7 +94,7 @@ def analyze(
     with progress.stage("heads"):
         measured = measure_heads(model, rows.ids)
     # Few tokens, which were not announced.
-    with progress.unreported():
+    with progress.work(0):
         chosen = list(heads) or _clearest(measured)
         positional = measured.positional()
         views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional])
@@ -108,7 +103,7 @@ def analyze(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
         method=str(inspection.record.to_method()) if inspection.record else None,
-        context=context,
+        context=_context(inspection),
         rows=rows,
         capture=statistics,
         heads=measured,
@@ -122,6 +117,24 @@ def analyze(
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )
+
+
+def rows_to_read(
+    model: nn.Module,
+    tokenizer: Any,
+    text: Source | Mapping[str, Source] | None = None,
+    *,
+    tokens: int = TOKENS,
+    window: int | None = None,
+) -> TextRows:
+    """Return the rows of text that :func:`analyze` reads :data:`READINGS` times for the same arguments."""
+    if text is not None and not isinstance(text, Mapping):
+        text = {"text": text}
+    return read_rows(tokenizer, text, window=window, tokens=tokens, context=_context(inspect_model(model)))
+
+
+def _context(inspection: Inspection) -> int:
+    return max(context_reached(table) for table in inspection.tables)
 
 
 def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]], p_values: Sequence[float]) -> None:

@@ -248,7 +248,7 @@ def key_biases(model: nn.Module, layers: Sequence[AttentionLayer] | None = None)
         return ()
     root: Any = locate(model).model
     size = root.get_input_embeddings().num_embeddings
-    with progress.unreported():
+    with progress.work(0):
         seen = capture(model, torch.arange(BIAS_TOKENS) * size // BIAS_TOKENS)
     median = float(torch.cat([layer.key.radius.flatten() for layer in seen.layers]).median())
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.loading import load_model, load_tokenizer, prepare
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
@@ -18,7 +18,7 @@ from rope_patch.runtime.packaged import name_of
 def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words that follow it."""
     options = parse(AnalyzeOptions, words)
-    from rope_patch.analysis.analyze import analyze as measure
+    from rope_patch.analysis import analyze as engine
     from rope_patch.reports import analysis as report
     from rope_patch.runtime.folders import folder_to_write
 
@@ -31,13 +31,13 @@ def analyze(words: Sequence[str]) -> None:
     names = ["analysis.json", "capture.npz", "heads.npz", *["analysis.html"] * options.report]
     with folder_to_write(options.output, names):
         loaded = load_model(options.model, machine, options.method, **options.patching.arguments())
+        rows = engine.rows_to_read(loaded, tokenizer, texts, tokens=options.tokens_read, window=options.window)
+        say_tokens(loaded, engine.READINGS * rows.ids.numel(), rows.ids.shape[1], chunk=options.chunk)
         with progress.bar(None, name_of(options.model), hidden=options.as_json):
-            analysis = measure(
+            analysis = engine.analyze(
                 loaded,
                 tokenizer,
-                texts,
-                tokens=options.tokens_read,
-                window=options.window,
+                rows,
                 chunk=options.chunk,
                 heads=options.heads,
                 p_values=options.p_values,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
-from rope_patch.cli.parsing import parse_given
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
+from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import resumable, write_and_show
 from rope_patch.options.evaluation import CompareOptions
 from rope_patch.reports.plots import require_matplotlib
@@ -15,13 +15,12 @@ from rope_patch.runtime.packaged import name_of
 
 def compare(words: Sequence[str]) -> None:
     """Run ``rope-patch compare`` with the words that follow it."""
-    options, given = parse_given(CompareOptions, words)
+    options = parse(CompareOptions, words)
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.smaller_specs import check_tasks
+    from rope_patch.evaluation.count_tokens import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.evaluation.time_budget import comparison_within, suite_for
     from rope_patch.methods import as_method
     from rope_patch.patching.install import for_target
     from rope_patch.reports import comparison as report
@@ -36,18 +35,15 @@ def compare(words: Sequence[str]) -> None:
     files = ["comparison.json", *["report.html"] * options.report]
     with working_together(options.output, [*files, RESULT_CACHE]) as first:
         tokenizer = load_tokenizer(options.model)
-        asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
+        suite = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
-        # A factor that is left out follows from the longest requested length, even if the budget drops that length.
+        # A method that does not fit raises before anything is read.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if options.budget is None:
-            suite, lost = suite_for(asked, loaded, len(compared), given)
-        else:
-            suite, lost = comparison_within(asked, loaded, len(compared), options.budget, finished)
         total = len(compared) * suite.tokens
-        say_smaller(total, lost, options.budget)
+        rows = min(spec.window_batch, max(1, len(suite.windows)))
+        say_tokens(loaded, total, spec.longest, rows=rows, chunk=spec.chunk)
         with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=options.as_json or not first):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:

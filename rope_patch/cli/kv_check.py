@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_smaller, working_together
-from rope_patch.cli.parsing import parse_given
+from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
+from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import new_table, resumable, show, write_and_show
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.reports.plots import require_matplotlib
@@ -22,12 +22,11 @@ def kv_check(words: Sequence[str]) -> None:
     if "--list" in words:  # before parsing, since it needs neither a model nor formats
         print_presets()
         return
-    options, given = parse_given(KvCheckOptions, words)
+    options = parse(KvCheckOptions, words)
     from dataclasses import replace
 
     from rope_patch.checkpoints.source_files import cache_scales
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.evaluation.time_budget import suite_for
     from rope_patch.kv_evaluation import kv_check as engine
     from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
@@ -49,17 +48,17 @@ def kv_check(words: Sequence[str]) -> None:
         tokenizer = load_tokenizer(options.model)
         for sentence in cache_scales(options.model):
             progress.say(sentence)
-        asked = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
+        suite = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1, len(compared))
-        suite, lost = suite_for(asked, loaded, len(names) * len(compared), given)
         total = tokens_to_check(suite.planned, *counts, options.decode)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(suite.planned, layers)
-        say_smaller(total, lost, more=f", and up to {more:,} more where formats are unsafe")
+        say_tokens(loaded, total, spec.longest, chunk=spec.chunk)
+        progress.say(f"and up to {more:,} tokens more where formats are unsafe")
         with resumable(finished), progress.bar(total, hidden=options.as_json or not first):
             checked = engine.kv_check(
                 loaded,

@@ -172,18 +172,18 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     return loaded.to(better)
 
 
-def say_smaller(tokens: int, lost: str, budget: float | None = None, more: str = "") -> None:
-    """Print how much a command reads, and what is lost if it reads less than the options ask for.
+def say_tokens(model: Any, tokens: int, length: int, *, rows: int = 1, chunk: int | None = None) -> None:
+    """Print how many tokens a command reads, and about how long that takes at the speed that is measured now.
 
     Args:
+        model: the model that reads them.
         tokens: the number of tokens that are read.
-        lost: a sentence about what is lost; "" if nothing is.
-        budget: the time that the user gave [s]; None if the size of the model decides how much is read.
-        more: text that follows the number of tokens.
+        length: the length of the longest row [tokens].
+        rows: the number of rows that are read side by side.
+        chunk: the length of a forward pass [tokens]; None for whole rows.
     """
-    limited_by = "--budget"
-    if budget is None:
-        limited_by = "for a model of this size"
-    if lost:
-        print(f"{limited_by}: {lost}", file=sys.stderr)
-    print(f"reads {tokens:,} tokens{more}", file=sys.stderr)
+    from rope_patch.evaluation.time_budget import speed
+    from rope_patch.runtime.captions import duration_text
+
+    seconds = tokens / speed(model, length, None, rows=rows, chunk=chunk)
+    print(f"reads {tokens:,} tokens, about {duration_text(seconds)} at the speed measured now", file=sys.stderr)

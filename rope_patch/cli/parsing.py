@@ -25,12 +25,7 @@ class UsageError(ValueError):
 
 
 def parse(kind: type[T], words: Sequence[str]) -> T:
-    """Return the options that the words of a command line state, as :func:`parse_given` reads them."""
-    return parse_given(kind, words)[0]
-
-
-def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]:
-    """Return the options that the words of a command line state, and the names of those that were written.
+    """Return the options that the words of a command line state.
 
     If the options have a field ``config``, its YAML files and words ``key=value`` apply in the order in which they
     stand, and flags after them; later values replace earlier ones. Modules of ``--import`` are imported first, since
@@ -66,7 +61,7 @@ def parse_given(kind: type[T], words: Sequence[str]) -> tuple[T, frozenset[str]]
     if missing:
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
     options: T = build(kind, values)
-    return options, frozenset(path[-1] for path in values)
+    return options
 
 
 def described(kind: type[OptionSet]) -> str:
@@ -80,7 +75,7 @@ def described(kind: type[OptionSet]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions; :func:`parse_given` checks which options are required."""
+    """A parser whose errors are exceptions; :func:`parse` checks which options are required."""
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""

@@ -66,34 +66,25 @@ def cause(
     for kind, other in others.items():
         if other is not table and _same(found, other.inv_freq):
             return f"it is the table of the {kind} layers", f"{RELOAD}, with rope_parameters of the right layer types"
-    if not bool(torch.isfinite(found).all()):
-        return _NEVER_FILLED
-    if torch.allclose(found, expected, rtol=1e-3, atol=frequencies.UNROTATED):
-        off = float(((found - expected).abs() / expected.clamp_min(frequencies.UNROTATED)).max())
-        return f"it is nearly the table: its frequencies are off by up to {off:.1e} of their size", RELOAD
-    if torch.allclose(found.sort().values, expected.sort().values, rtol=1e-4, atol=frequencies.UNROTATED):
-        return (
-            "the same frequencies in another order: the pairs of features are matched wrongly, as where the rotated "
-            "features are expected to be neighbours",
-            "convert the weights again with the order of pairs that this model class expects",
-        )
-    if (known := plain(found, table) or _scaled(found, expected)) is not None:
+    known = plain(found, table)
+    if known is not None:
         return known
-    if _is_garbage(found, expected):
+    if _is_garbage(found):
         return _NEVER_FILLED
-    return "it is a table of another kind", RELOAD
+    differing = torch.isclose(found, expected, rtol=1e-5, atol=frequencies.UNROTATED).logical_not()
+    pair = int(differing.nonzero()[0])
+    return f"it is another table, which differs first at pair {pair}", RELOAD
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=frequencies.UNROTATED)
 
 
-def _is_garbage(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether numbers cannot be frequencies, because they are negative, all zero, not falling, or above 1."""
-    if bool((expected > 0).any()) and not bool((found.abs() > frequencies.UNROTATED).any()):
+def _is_garbage(found: Tensor) -> bool:
+    """Tell whether numbers cannot be frequencies, because they are not finite, negative, all zero, or above 1."""
+    if not bool((found.abs() > frequencies.UNROTATED).any()):  # not of NaN, either
         return True
-    falling = found[frequencies.unrotated(found).logical_not()]
-    return bool(((found < -frequencies.UNROTATED) | (found > 1.001)).any()) or bool((falling.diff() > 1e-3).any())
+    return not bool(((found > -frequencies.UNROTATED) & (found < 1.001)).all())
 
 
 def _rounded(dtype: torch.dtype) -> tuple[str, str]:
@@ -124,23 +115,4 @@ def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:
     return (
         f"it is plain RoPE: the scaling that the config states ({table.rope_type}) is not applied",
         f"set rope_parameters before the model is built, as from_pretrained(..., config=config) does; or {RELOAD}",
-    )
-
-
-def _scaled(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
-    """Return two sentences if all frequencies are off by one factor, on what that means and what to do; else None."""
-    turning = frequencies.unrotated(expected).logical_not()
-    found, expected = found[turning].double(), expected[turning].double()
-    # Angles are known up to whole turns. The slowest pair, which comes last, makes none up to position 1.
-    if not len(expected) or float(ratio := found[-1] / expected[-1]) <= 0:
-        return None
-    scaled = ratio * expected
-    off = (found - scaled + math.pi).remainder(2 * math.pi) - math.pi
-    if bool((off.abs() > 1e-3 * scaled.clamp_max(1)).any()):
-        return None
-    factor = f"divided by {1 / ratio:.5g}" if ratio < 1 else f"multiplied by {ratio:.5g}"
-    return (
-        f"every frequency is the expected one {factor}: a linear factor (position interpolation) that is stated was "
-        "not applied, or the reverse",
-        RELOAD,
     )

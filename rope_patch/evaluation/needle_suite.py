@@ -68,6 +68,8 @@ class NeedleSuite(Suite):
         FileNotFoundError: the file of the text does not exist.
     """
 
+    most_windows = 16
+
     def __init__(self, spec: EvalSpec, tokenizer: Any, text: Source | None = None) -> None:
         super().__init__(spec, tokenizer, text)
         self.maker = PromptMaker(tokenizer, prefix=())

@@ -78,7 +78,7 @@ def read_batches(
         names = [name(item, identity) for item in items]
         todo = {name: item for name, item in zip(names, items, strict=True) if name not in cache and name not in asked}
         left = sum(map(tokens, todo.values()))
-        progress.known(sum(map(tokens, items)) - left)
+        progress.more(left - sum(map(tokens, items)))
         # Only batches with something to read take turns, so that a resumed run is divided evenly too. A batch of
         # another process counts for the progress when its turn comes.
         with progress.work(left):

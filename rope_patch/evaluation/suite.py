@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from rope_patch.evaluation.count_tokens import check_tasks, tokens_to_read
 from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.perplexity.result import PerplexityResult
@@ -18,7 +19,6 @@ from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.smaller_specs import check_tasks, tokens_to_read
 from rope_patch.modeling.scoring import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.texts.builtin_text import Corpus, builtin_text
@@ -144,6 +144,9 @@ class Suite(ABC):
         FileNotFoundError: a file of the spec does not exist.
     """
 
+    most_windows: ClassVar[int] = 8
+    """Number of windows if the spec states none; fewer are read of a short text."""
+
     def __init__(self, spec: EvalSpec, tokenizer: Any, text: Source | None = None) -> None:
         self.spec = check_tasks(spec)
         self.tokenizer = tokenizer
@@ -154,7 +157,9 @@ class Suite(ABC):
         self.windows: list[TokenDocument] = []
         self.text_sha256 = ""
         if spec.windows != 0:
-            self.windows, self.text_sha256 = spread_windows(tokenizer, self.source, spec.longest, spec.windows)
+            self.windows, self.text_sha256 = spread_windows(
+                tokenizer, self.source, spec.longest, spec.windows, most=self.most_windows
+            )
         self.python_version = self.source.python_version if isinstance(self.source, Corpus) else None
 
     @property

@@ -1,9 +1,8 @@
-"""Decides how many tokens a command reads: as many as suit the size of the model, or as fit into a given time."""
+"""Measures how fast a model reads, which tells how long a command takes and how much ``extend`` reads in a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,24 +10,14 @@ from torch import nn
 
 from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.read_across_processes import reading_processes
-from rope_patch.evaluation.smaller_specs import (
-    SCALABLE,
-    smallest_spec,
-    spec_within,
-    tokens_computed,
-    tokens_to_read,
-    what_is_lost,
-)
-from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.locate import device_of
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.runtime.result_cache import key
 
 DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
-"""Product of parameters and tokens that a command reads by default, by device. On a CPU it allows 89k tokens with a
+"""Product of parameters and tokens that ``extend`` reads by default, by device. On a CPU it allows 89k tokens with a
 model of 135M parameters, which takes two cores about seven minutes in bfloat16 (200 tokens a second); on a GPU it
 allows 1.2M tokens with a model of 8B parameters. Of other devices, none of which was measured, a tenth is assumed."""
 SHORTEST_ROW = 128
@@ -40,71 +29,9 @@ FILLED_SHARE = 0.85
 
 
 def default_tokens(model: nn.Module) -> int:
-    """Return how many tokens a long command reads if no time is given: the larger the model, the fewer."""
+    """Return how many tokens ``extend`` reads if no time is given: the larger the model, the fewer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return int(DEFAULT_WORK.get(device_of(model).type, 1e15) / parameters)
-
-
-def suite_within(
-    suite: EvalSuite,
-    most: float,
-    scalable: Collection[str] = SCALABLE,
-    cost: Callable[[EvalSpec], float] = tokens_to_read,
-) -> tuple[EvalSuite, str]:
-    """Return a suite whose cost is within a limit, and a sentence that says what it loses; "" if it loses nothing.
-
-    Args:
-        suite: the suite that would be measured without a limit.
-        most: the largest cost allowed, in the unit of ``cost``, which is tokens by default.
-        scalable: the fields of the spec that may be lowered.
-        cost: a function that returns the cost of a spec; it gets specs with as many windows as the text has room for.
-
-    Raises:
-        ValueError: even the smallest spec costs more.
-    """
-    smaller = spec_within(suite.planned, most, scalable, cost)
-    if smaller == suite.planned:
-        return suite, ""
-    return EvalSuite(smaller, suite.tokenizer), what_is_lost(suite.planned, smaller)
-
-
-def suite_for(suite: EvalSuite, model: nn.Module, passes: int, chosen: Collection[str]) -> tuple[EvalSuite, str]:
-    """Return a suite that suits the size of a model, and a sentence that says what it loses.
-
-    The smallest one is returned even if it is above the default, so that no error is raised.
-
-    Args:
-        suite: the suite that would be measured without a limit.
-        model: the model that is measured.
-        passes: number of times that it reads the suite, such as under each method.
-        chosen: fields of the spec that stay as they are, since the user set them.
-    """
-    scalable = [name for name in SCALABLE if name not in chosen]
-    least = tokens_to_read(smallest_spec(suite.planned, scalable))
-    return suite_within(suite, max(default_tokens(model) / passes, least), scalable)
-
-
-def comparison_within(
-    suite: EvalSuite,
-    model: nn.Module,
-    methods: int,
-    seconds: float,
-    resume: Resume,
-) -> tuple[EvalSuite, str]:
-    """Return a suite that fits into a time, and a sentence that says what it loses.
-
-    Args:
-        suite: the suite that would be measured without a limit.
-        model: the model that is measured.
-        methods: number of methods that are compared.
-        seconds: time for the comparison [s].
-        resume: where the measured speed is stored, with other finished work.
-    """
-    spec = suite.spec
-    # The speed is measured on batches as large as the largest that will be read.
-    rows = min(spec.window_batch, max(1, len(suite.windows)))
-    most = int(FILLED_SHARE * seconds * speed(model, spec.longest, resume, rows=rows, chunk=spec.chunk))
-    return suite_within(suite, most, cost=lambda one: methods * tokens_computed(one))
 
 
 def speed(model: nn.Module, length: int, resume: Resume, *, rows: int = 1, chunk: int | None = None) -> float:

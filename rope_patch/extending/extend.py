@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.finished_work import FinishedWork, open_work
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.smaller_specs import SMALLEST_WINDOWS
 from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.result import Extended
@@ -33,7 +32,7 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.planning import plan
 from rope_patch.runtime import progress
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import duration_text
 from rope_patch.runtime.folders import locked_output, write_atomically
 from rope_patch.runtime.parallel import alone, from_first_process, processes
 from rope_patch.runtime.result_cache import RESULT_CACHE
@@ -41,6 +40,8 @@ from rope_patch.tables import choose_layer_types
 
 MEASURING_SHARE = 0.4
 """Share of a budget that is for measuring the candidates, where a training follows."""
+FEW_WINDOWS = 4
+"""Windows below which an interval is too wide to be useful."""
 DEFAULT_PASSES = 15
 """Windows that are read at least where no budget is given: two rounds of the default candidates."""
 LONG_SECONDS = 1800
@@ -193,7 +194,7 @@ class Run:
             suite = NeedleSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
             suite = NeedleSuite(replace(largest, windows=None), self.tokenizer)
-        if len(suite.windows) < SMALLEST_WINDOWS:
+        if len(suite.windows) < FEW_WINDOWS:
             progress.say(
                 f"the text has room for {len(suite.windows)} windows of {length} tokens only, which tell small "
                 "differences poorly; a longer one (--text) has more"
@@ -300,13 +301,8 @@ class Run:
         return lines
 
     def _time(self, tokens: float) -> str:
-        """Return the time that a number of tokens takes, in seconds, in minutes, or in hours from two on."""
-        seconds = tokens / self.speed
-        if seconds < 90:
-            return count_text(math.ceil(seconds), "second")
-        if seconds < 2 * 3600:
-            return count_text(round(seconds / 60), "minute")
-        return count_text(round(seconds / 3600), "hour")
+        """Return the time that a number of tokens takes, at the measured speed."""
+        return duration_text(tokens / self.speed)
 
     def _what_takes_less(self, tokens: int) -> str:
         """Return what would take less time than a number of tokens, with the times from the measured speed."""
@@ -360,8 +356,9 @@ class Run:
                 f"round {number} of {len(rounds)}: {', '.join(shortened(m) for m in remaining)}; windows: {one.windows}"
             )
             measured = rounds[number - 2].windows if comparisons else 0
-            with progress.known_before((one.candidates + 1) * measured * suite.spec.longest):
-                comparison = compare(self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.finished)
+            # Only new windows were announced. The results of the others are there, which takes their tokens off again.
+            progress.more((one.candidates + 1) * measured * suite.spec.longest)
+            comparison = compare(self.model, self.tokenizer, [UNPATCHED, *remaining], suite, resume=self.finished)
             comparisons.append(comparison)
             evaluator = self._evaluator(comparison)
             if len(remaining) <= 2 and evaluator.settled():

@@ -19,7 +19,7 @@ from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.checkpoints.source_files import on_device
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
 from rope_patch.diagnosis.programs import programs_agree
-from rope_patch.evaluation.smaller_specs import check_tasks
+from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.extending.card import base_card, card
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method

@@ -91,8 +91,11 @@ def measure_decoding(setting: Setting, formats: Mapping[str, Scheme]) -> dict[st
                 measure = {"decoding": functools.partial(_decode, setting, scheme, ids, full)}
                 finished = setting.finished(3 * steps * len(ids), measure, scheme=scheme_identity(scheme), **about)
                 measured[name] += finished["decoding"]
-            report = progress.advance if full.cache_info().currsize else progress.known
-            report(ids.numel() + steps * len(ids))
+            tokens = ids.numel() + steps * len(ids)
+            if full.cache_info().currsize:
+                progress.advance(tokens)
+            else:
+                progress.more(-tokens)
     return {name: Decoding(*zip(*prompts, strict=True)) for name, prompts in measured.items()}
 
 
@@ -104,7 +107,7 @@ def _decode(
     setting: Setting, scheme: Scheme, ids: Tensor, full: Callable[[], Written]
 ) -> list[tuple[list[float], list[float], int | None]]:
     """Return for each row KL by step on the tokens of full precision, on those of a format, and where they part."""
-    with progress.unreported():  # it is reported once, for all formats
+    with progress.work(0):  # it is reported once, for all formats
         tokens, plain, prompt = full()
     both, rough, _ = _written(setting, scheme, ids, tokens.shape[1], full())
     own = both[1::2]

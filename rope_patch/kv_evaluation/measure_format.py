@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
-from rope_patch.evaluation.smaller_specs import tokens_to_read
+from rope_patch.evaluation.count_tokens import tokens_to_read
 from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
@@ -128,7 +128,7 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     values = measured({remedy.name: change for remedy, change in possible})
     helps = [replace(remedy, kl=value) for (remedy, _), value in zip(possible, values, strict=True)]
     left = _passes(len(setting.layers)) - 1 - len(owners) - len(helps)
-    progress.known(left * tokens)
+    progress.more(-left * tokens)
     shares = _shares(setting, scheme)
     return Attribution(whole, keys, layers, shares, tuple(sorted(helps, key=lambda remedy: remedy.kl)))
 

@@ -193,7 +193,7 @@ def fixed_logits(
     if acting:
         lengths.append(min(longest, max(acting) + FIXED_TOKENS))
     sums, tolerance = {}, TOLERANCE_32
-    with in_eval_mode(model), progress.unreported():
+    with in_eval_mode(model), progress.work(0):
         for length in lengths:
             # A prime spreads the ids over the vocabulary.
             ids = torch.arange(length)[None] * 7919 % reader.vocabulary

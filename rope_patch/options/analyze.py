@@ -9,6 +9,8 @@ from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, number, option, path, tokens
 from rope_patch.options.shared import Machine, Patching
 
+TOKENS = 16384
+"""Number of tokens that the statistics read at most by default."""
 P_VALUES = (0.9, 0.75, 0.5, 0.25)
 """Values of p of p-RoPE that are looked at by default."""
 
@@ -63,10 +65,9 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         above=0,
         below=1,
     )
-    tokens_read: int | None = tokens(
-        "How much text the statistics read; at least one row of each text is. By default 16k, or less for a large "
-        "model.",
-        None,
+    tokens_read: int = tokens(
+        "How much text the statistics read; at least one row of each text is.",
+        TOKENS,
         least=2,
         name="tokens",
     )

@@ -52,8 +52,7 @@ class EvalSpec(OptionSet):
     samples: int = whole("The number of haystacks for each task and length.", 4, least=1)
     windows: int | None = whole(
         "The number of pieces of text that perplexity is measured on, each as long as the longest length. 0 "
-        "leaves perplexity out, which kv-check needs. Without a number it is 16, or fewer if the text is short or the "
-        "model is large.",
+        "leaves perplexity out, which kv-check needs. Without a number it is 8, or fewer if the text is short.",
         None,
         least=0,
     )
@@ -161,7 +160,6 @@ class CompareOptions(OptionSet, command="compare"):
     evaluation: EvalSpec = contained(EvalSpec)
     output: Path = shared.output("rope-patch-compare")
     patching: Patching = contained(Patching, without=("target_length",))
-    budget: int | None = shared.budget()
     machine: Machine = contained(Machine)
     report: bool = shared.report()
     imports: tuple[str, ...] = shared.imports()

@@ -1,7 +1,8 @@
-"""Counts and lists of layers, pairs and windows as text."""
+"""Counts, times, and lists of layers, pairs and windows as text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -24,6 +25,19 @@ def count_text(count: int, what: str) -> str:
     ('1 sample', '4 samples')
     """
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in seconds, in minutes from 90 seconds on, or in hours from two on.
+
+    >>> duration_text(0.2), duration_text(100), duration_text(8000)
+    ('1 second', '2 minutes', '2 hours')
+    """
+    if seconds < 90:
+        return count_text(math.ceil(seconds), "second")
+    if seconds < 2 * 3600:
+        return count_text(round(seconds / 60), "minute")
+    return count_text(round(seconds / 3600), "hour")
 
 
 def names_text(names: Sequence[str], most: int | None = None) -> str:

@@ -31,14 +31,19 @@ _FOLDERS = {
     "adapter_config.json": "an adapter's folder with adapter_config.json",
 }
 
-# What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
-_STALE_PATTERNS = (
-    "model.*safetensors*",
-    "model-*-of-*.safetensors",
-    "pytorch_model*.bin*",
-    "adapter_model.*",
-    "rope_patch.json",
-)
+# By the config that arrives: what a loader would prefer to the new weights, or mix with them. Old configs come first,
+# so that a folder between two checkpoints does not load. An adapter leaves the base model beside it alone.
+_STALE_PATTERNS = {
+    "config.json": (
+        *CONFIG_FILES,
+        "model.*safetensors*",
+        "model-*-of-*.safetensors",
+        "pytorch_model*.bin*",
+        "adapter_model.*",
+        "rope_patch.json",
+    ),
+    "adapter_config.json": ("adapter_config.json", "adapter_model.*"),
+}
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -178,36 +183,28 @@ def locked_output(out: str | Path) -> Iterator[Path]:
     # A rename works within one disk, and needs a parent folder in which this user may write.
     within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
     prefix = out / HIDDEN_MARK if within else out.with_name(f".{out.name}{HIDDEN_MARK}")
-    temporary, lock = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
-    with _parents(out), _locked(lock, out) as first:
-        if first:
-            # What a killed process left behind, of the output itself and of small files within it. Not in a nested
-            # claim of the same output: there these files are in use.
-            for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
-                if path != lock:
-                    remove(path)
-        with naming(out):
-            yield temporary
-
-
-@contextlib.contextmanager
-def _locked(path: Path, out: Path) -> Iterator[bool]:
-    """Hold the lock of an output, and yield whether this thread has not held it before."""
+    temporary, path = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
     # One lock object for each path: a nested claim in the same thread counts it up, instead of being refused.
     lock = FileLock(path, timeout=0, is_singleton=True)
-    try:
-        with naming(out):
+    with _parents(out), naming(out):
+        try:
             lock.acquire()
-    except Timeout:
-        raise BlockingIOError(f"another command writes {out}: wait for it, or give another output") from None
-    first = lock.lock_counter == 1
-    try:
-        yield first
-    finally:
-        if first:
-            with contextlib.suppress(OSError):  # Windows deletes no open file; filelock does so after the release
-                path.unlink()
-        lock.release()
+        except Timeout:
+            raise BlockingIOError(f"another command writes {out}: wait for it, or give another output") from None
+        first = lock.lock_counter == 1
+        try:
+            if first:
+                # What a killed process left behind, of the output itself and of small files within it. Not in a nested
+                # claim of the same output: there these files are in use.
+                for left in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
+                    if left != path:
+                        remove(left)
+            yield temporary
+        finally:
+            if first:
+                with contextlib.suppress(OSError):  # Windows deletes no open file; filelock does so after the release
+                    path.unlink()
+            lock.release()
 
 
 @contextlib.contextmanager
@@ -345,6 +342,11 @@ def _move_into(source: Path, out: Path) -> None:
     Raises:
         FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
     """
+    # What is replaced is kept beside until everything is in its place, so that it can be put back.
+    old = source.with_suffix(".old")
+    arriving = [config for config in CONFIG_FILES if (source / config).exists()]
+    stale = [path for config in arriving[:1] for pattern in _STALE_PATTERNS[config] for path in out.glob(pattern)]
+    moves = [(path, old / path.name) for path in stale]
     # Weights come first, then the JSON files that list them, and the configs last: until then the folder does not load.
     new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIG_FILES, path.suffix == ".json", path.name))
     for path in new:
@@ -352,40 +354,20 @@ def _move_into(source: Path, out: Path) -> None:
         if place.exists() and place.is_dir() != path.is_dir():
             kind = "folder" if place.is_dir() else "file"
             raise FileExistsError(f"{place} is in the way: it is a {kind}")
-    # What is replaced is kept beside until everything is in its place, so that it can be put back.
-    old = source.with_suffix(".old")
-    moved = []
-
-    def move(path: Path, to: Path) -> None:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        # Noted before it happens, so that Ctrl-C between the two lines loses no file.
-        moved.append((path, to))
-        os.replace(path, to)
-
+        if path.is_dir():
+            continue
+        if os.path.lexists(place) and place not in stale:
+            moves.append((place, old / place.relative_to(out)))
+        moves.append((path, place))
     try:
-        for path in _retired({path.name for path in source.iterdir()}, out):
-            move(path, old / path.relative_to(out))
-        for path in new:
-            place = out / path.relative_to(source)
-            if path.is_dir():
-                continue
-            if place.exists() or place.is_symlink():
-                move(place, old / path.relative_to(source))
-            move(path, place)
+        for start, end in moves:
+            end.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(start, end)
     except BaseException:
-        for path, to in reversed(moved):
-            with contextlib.suppress(FileNotFoundError):  # the move that failed
-                os.replace(to, path)
+        for start, end in reversed(moves):
+            if not os.path.lexists(start):  # it was moved
+                with contextlib.suppress(FileNotFoundError):  # or somebody else deleted it
+                    os.replace(end, start)
         raise
     finally:
         remove(old)
-
-
-def _retired(new: set[str], out: Path) -> list[Path]:
-    """Return the older files that are moved away before new ones of these names arrive: the old config first."""
-    names = [name for name in CONFIG_FILES if name in new]
-    if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
-        names += [CONFIG_FILES[1], *(path.name for pattern in _STALE_PATTERNS for path in out.glob(pattern))]
-    elif CONFIG_FILES[1] in new:
-        names += [path.name for path in out.glob("adapter_model.*")]
-    return [out / name for name in dict.fromkeys(names) if (out / name).exists()]

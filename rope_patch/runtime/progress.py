@@ -14,8 +14,9 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # commands show their help without torch
@@ -26,110 +27,73 @@ SECONDS_IN_FILE = 60
 """Time between two lines of a bar that is written to a file [s]."""
 
 
-def _nobody(*report: object) -> None:
+def _nothing(*report: object) -> None:
     """Take a report where nobody listens."""
 
 
 @dataclass(frozen=True)
-class _Listeners:
-    """The functions to which reports go; without ``known`` its tokens go to ``tokens``."""
+class _Listener:
+    """The functions to which reports go, and the name of the present stage of the work."""
 
-    tokens: Callable[[str, int], object] = _nobody
-    known: Callable[[int], object] | None = None
-    more: Callable[[int], object] = _nobody
-    sentence: Callable[[str], object] = _nobody
+    on_tokens: Callable[[str, int], object] = _nothing
+    on_more: Callable[[int], object] = _nothing
+    on_sentence: Callable[[str], object] = _nothing
+    stage: str = ""
 
 
-_NOBODY = _Listeners()
-# Context variables, so that threads, and a measurement within another one, have listeners and stages of their own.
-_stage: ContextVar[str] = ContextVar("stage", default="")
-_listeners: ContextVar[_Listeners] = ContextVar("listeners", default=_NOBODY)
+_NOBODY = _Listener()
+# A context variable, so that threads, and a measurement within another one, have listeners of their own.
+_listener: ContextVar[_Listener] = ContextVar("listener", default=_NOBODY)
 
 
 def advance(tokens: int) -> None:
     """Report that a number of tokens was done since the last call, under the present stage."""
-    _listeners.get().tokens(_stage.get(), tokens)
-
-
-def known(tokens: int) -> None:
-    """Report a number of tokens whose results are there without reading, which say nothing of the speed."""
-    if tokens:
-        (_listeners.get().known or advance)(tokens)
+    listener = _listener.get()
+    listener.on_tokens(listener.stage, tokens)
 
 
 def more(tokens: int) -> None:
-    """Report that a number of tokens will be done in addition, which could not be known at the beginning."""
-    _listeners.get().more(tokens)
+    """Report that a number of tokens will be done in addition; below 0, that results are there without reading."""
+    _listener.get().on_more(tokens)
 
 
 def say(sentence: str) -> None:
     """Report a step of the work in a sentence."""
-    _listeners.get().sentence(sentence)
+    _listener.get().on_sentence(sentence)
 
 
 @contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Name what is done within a ``with`` block; a stage within it replaces the name."""
-    token = _stage.set(name)
+def _with(**changes: Any) -> Iterator[None]:
+    """Change the listener within a ``with`` block."""
+    token = _listener.set(replace(_listener.get(), **changes))
     try:
         yield
     finally:
-        _stage.reset(token)
+        _listener.reset(token)
 
 
-@contextlib.contextmanager
+def stage(name: str) -> AbstractContextManager[None]:
+    """Name what is done within a ``with`` block; a stage within it replaces the name."""
+    return _with(stage=name)
+
+
 def listen(
     on_tokens: Callable[[str, int], object] | None = None,
     *,
-    on_known: Callable[[int], object] | None = None,
     on_more: Callable[[int], object] | None = None,
     on_sentence: Callable[[str], object] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Listen to the progress within a ``with`` block; what is not listened to goes where it went before.
 
     Args:
         on_tokens: the function that is called after each layer, with the stage of the work and the number of tokens
             that were just done.
-        on_known: the function that is called with a number of tokens whose results were there already; without it they
-            are reported to ``on_tokens``, if that is given.
-        on_more: the function that is called with a number of tokens that will be done in addition.
+        on_more: the function that is called with a number of tokens that will be done in addition; it is below 0 where
+            results are there without reading.
         on_sentence: the function that is called with a sentence about each step.
     """
-    outer = _listeners.get()
-    stored = outer.known
-    if on_known or on_tokens:
-        stored = on_known
-    inner = _Listeners(on_tokens or outer.tokens, stored, on_more or outer.more, on_sentence or outer.sentence)
-    token = _listeners.set(inner)
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
-
-
-@contextlib.contextmanager
-def unreported() -> Iterator[None]:
-    """Report none of the tokens that are done within a ``with`` block: they are not among those announced."""
-    with listen(_nobody):  # None would leave the listener outside in place
-        yield
-
-
-@contextlib.contextmanager
-def known_before(tokens: int) -> Iterator[None]:
-    """Report no known tokens within a ``with`` block before there are more than this number, which nobody announced."""
-    outer, left = _listeners.get(), tokens
-
-    def on_known(more: int) -> None:
-        nonlocal left
-        counted = max(0, more - left)
-        left = max(0, left - more)
-        if counted and outer.known:
-            outer.known(counted)
-        elif counted:
-            outer.tokens(_stage.get(), counted)
-
-    with listen(on_known=on_known):
-        yield
+    given = {"on_tokens": on_tokens, "on_more": on_more, "on_sentence": on_sentence}
+    return _with(**{name: function for name, function in given.items() if function is not None})
 
 
 @contextlib.contextmanager
@@ -139,7 +103,7 @@ def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
     The last token is reported at the end of the ``with`` block, when the result is there and stored.
 
     Args:
-        tokens: number of tokens that the work counts as [tokens].
+        tokens: number of tokens that the work counts as; 0 for what was not announced [tokens].
         reads: number of tokens that the model reads meanwhile, by default as many: prompts that share what they begin
             with are read with fewer, and padding is read too [tokens].
 
@@ -152,7 +116,7 @@ def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
         [2, 7, 1]
     """
     read = reported = 0
-    outer = _listeners.get().tokens
+    outer = _listener.get().on_tokens
 
     def count(name: str, more: int) -> None:
         nonlocal read, reported
@@ -178,20 +142,11 @@ def forward_pass(decoder: nn.Module, tokens: int) -> Iterator[None]:
         tokens: number of tokens that the pass reads, over all rows [tokens].
     """
     layers: Any = getattr(decoder, "layers", ())
-    done = 0
-
-    def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal done
-        done += 1
-        advance(tokens * done // len(layers) - tokens * (done - 1) // len(layers))
-
     # The stack removes the hooks again, even if the pass raises.
-    with contextlib.ExitStack() as stack:
+    with work(tokens, reads=len(layers)), contextlib.ExitStack() as hooks:
         for layer in layers:
-            stack.callback(layer.register_forward_hook(after_layer).remove)
+            hooks.callback(layer.register_forward_hook(lambda *_: advance(1)).remove)
         yield
-    if not layers:
-        advance(tokens)
 
 
 @contextlib.contextmanager
@@ -217,7 +172,6 @@ def bar(total: int | None, label: str | None = None, *, hidden: bool = False) ->
         def on_more(tokens: int) -> None:
             shown.total = (shown.total or 0) + tokens
 
-        write = functools.partial(shown.write, file=sys.stderr)
-        with listen(on_tokens, on_known=lambda tokens: on_more(-tokens), on_more=on_more, on_sentence=write):
+        with listen(on_tokens, on_more=on_more, on_sentence=functools.partial(shown.write, file=sys.stderr)):
             yield
         shown.total = shown.n  # what was announced may have been an estimate

@@ -164,7 +164,7 @@ def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) 
 
 
 def spread_windows(
-    tokenizer: Any, source: Source, longest: int, windows: int | None = None
+    tokenizer: Any, source: Source, longest: int, windows: int | None = None, *, most: int = 8
 ) -> tuple[list[TokenDocument], str]:
     """Return windows that are spread evenly over a text, each beginning with the special tokens, and the text's digest.
 
@@ -174,7 +174,8 @@ def spread_windows(
         tokenizer: the tokenizer of the model that will read the windows.
         source: the text, as :func:`documents` takes it.
         longest: length of each window, special tokens included [tokens].
-        windows: number of windows; by default 16, or as many as the text has room for.
+        windows: number of windows; by default ``most``, or fewer if the text has no room for so many.
+        most: number of windows by default.
 
     Raises:
         ValueError: the text is too short for the windows.
@@ -187,7 +188,7 @@ def spread_windows(
     total = len(stream.ids)
     if windows is None:
         # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
-        windows = max(1, min(16, total // size))
+        windows = max(1, min(most, total // size))
     if windows * size > total:
         advice = "give a longer text (text, --text)"
         if windows > 1:

@@ -245,10 +245,11 @@ def test_finished_haystacks_are_kept(tmp_path):
     with listen(stop), pytest.raises(KeyboardInterrupt):
         retrieval(model, TOKENIZER, **asked, resume=journal)
     reports.clear()
-    with spy_ids(model) as seen, listen(lambda stage, tokens: reports.append(tokens)):
+    stored = []
+    with spy_ids(model) as seen, listen(lambda stage, tokens: reports.append(tokens), on_more=stored.append):
         assert retrieval(model, TOKENIZER, **asked, resume=journal) == whole
     assert 0.4 < sum(ids.numel() for ids in seen) / everything < 0.6, "two haystacks of four were done already"
-    assert sum(reports) == 3 * 4 * 72
+    assert sum(reports) == 3 * 4 * 72 + sum(stored) == 3 * 2 * 72
     with rope_patch.patched(model, "pi:factor=2"):
         assert retrieval(model, TOKENIZER, **asked, resume=journal) != whole
 

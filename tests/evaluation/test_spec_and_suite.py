@@ -13,10 +13,10 @@ from support.prompting import HAY
 from support.scored import bold_model
 
 import rope_patch
+from rope_patch.evaluation.count_tokens import tokens_to_read
 from rope_patch.evaluation.metrics import METRICS, Metric
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
-from rope_patch.evaluation.smaller_specs import tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import verdict_of
 from rope_patch.options.evaluation import EvalSpec
@@ -66,6 +66,13 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
 def test_a_spec_that_cannot_be_measured_is_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes)).partition("_")[0].rstrip("s")):
         EvalSpec(**{"lengths": [256], **changes})
+
+
+def test_eight_windows_are_read_by_default_or_as_many_as_the_text_has_room_for(tokenizer):
+    tokens = len(tokenizer(TEXT, add_special_tokens=False).input_ids)
+    for length, windows in ((tokens // 20, 8), (tokens // 3, 3)):
+        suite = EvalSuite(EvalSpec([length], tasks=[]), tokenizer, text=TEXT)
+        assert len(suite.windows) == windows
 
 
 def test_a_suite_of_an_unknown_task_is_refused(tokenizer):

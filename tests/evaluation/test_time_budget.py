@@ -1,4 +1,4 @@
-"""How much is read in a time, and by default: fewer tokens the larger a model is."""
+"""How fast a model reads, and how much extend reads by default: fewer tokens the larger a model is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from support.tiny import tiny_model
 
 from rope_patch.evaluation import time_budget as budget
-from rope_patch.evaluation.smaller_specs import spec_within, tokens_computed, tokens_to_read, what_is_lost
 from rope_patch.evaluation.time_budget import (
     MEASURING_SECONDS,
     default_tokens,
@@ -14,7 +13,6 @@ from rope_patch.evaluation.time_budget import (
     speed,
     tokens_per_second,
 )
-from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.runtime.text import parse_duration
 
@@ -78,61 +76,6 @@ def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch
     assert planned() == 1000, "nothing was finished under the first plan"
     ResultCache(path)["a window"] = 1.0
     assert planned() == 1000
-
-
-def test_what_prompts_share_is_computed_once():
-    spec = EvalSpec([64, 128], windows=3, samples=2, depths=(0.0, 0.25, 1.0), tasks=["passkey", "vt"])
-    # 3 windows of 128; passkey: the prompt at depth 1, three quarters of the second, all of the first; vt: one.
-    per_sample = 1 + 0.75 + 1 + 1
-    assert tokens_computed(spec) == 3 * 128 + 2 * per_sample * (64 + 128)
-
-
-@pytest.mark.parametrize("tokens", [500_000, 100_000])
-def test_a_spec_within_a_number_of_tokens_reads_no_more_and_as_much_as_it_can(tokens):
-    spec = EvalSpec([4096, 8192], windows=16)
-    smaller = spec_within(spec, tokens)
-    assert tokens_to_read(smaller) <= tokens and smaller.lengths == spec.lengths
-    assert tokens_to_read(smaller) > tokens / 2 or smaller == spec
-    assert smaller.windows >= 4 and smaller.samples >= 1 and smaller.depths == spec.depths
-
-
-def test_what_was_chosen_is_not_lowered():
-    spec = EvalSpec([4096], windows=16)
-    smaller = spec_within(spec, 120_000, ["samples"])
-    assert smaller.windows == 16 and smaller.samples < spec.samples
-    assert spec_within(spec, 120_000, ["windows"]) == EvalSpec([4096], windows=9)
-
-
-def test_a_smaller_spec_says_what_it_loses():
-    spec = EvalSpec([4096], windows=16)
-    assert what_is_lost(spec, spec) == ""
-    assert "4 instead of 16 windows" in what_is_lost(spec, EvalSpec([4096], windows=4, samples=2))
-
-
-def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
-    spec = EvalSpec([1024, 4096, 8192], windows=16)
-
-    def least(lengths):
-        return tokens_to_read(EvalSpec(lengths, windows=4, samples=1))
-
-    assert spec_within(spec, least([1024, 4096, 8192])).lengths == (1024, 4096, 8192)
-    smaller = spec_within(spec, least([1024, 4096, 8192]) - 1)
-    assert smaller.lengths == (1024, 4096) and smaller.windows > 4, "what is left is read as precisely as time allows"
-    assert smaller.edges == [edge for edge in spec.edges if edge <= 4096], "positions are averaged over as before"
-    alone = spec_within(spec, least([1024]))
-    assert alone.lengths == (1024,) and "4096 and 8192" in what_is_lost(spec, alone)
-
-
-def test_a_time_that_is_too_short_for_the_shortest_length_says_how_much_is_needed():
-    with pytest.raises(ValueError, match="36864"):
-        spec_within(EvalSpec([4096, 8192], windows=16), 1000)
-
-
-def test_without_windows_prompts_alone_get_fewer():
-    spec = EvalSpec([1024], windows=0)
-    smaller = spec_within(spec, 11_000)
-    assert (smaller.windows, smaller.samples) == (0, 2)
-    assert "windows" not in what_is_lost(spec, smaller)
 
 
 @pytest.mark.parametrize("duration", ["5", "m", "-5m", "5d", ""])

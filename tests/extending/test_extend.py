@@ -246,12 +246,14 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK}), []
     run = Run(llama, TOKENIZER, settings, tmp_path / "out", MANY)
     rounds, _ = run.plan()
-    with listen(lambda stage, tokens: read.append(tokens)):
+    announced = []
+    with listen(lambda stage, tokens: read.append(tokens), on_more=announced.append):
         run.choose_task()
         first, _ = run.measure(rounds[:2])
     assert len(first.rows) == 4
     more = 3 * (rounds[1].windows - rounds[0].windows)
     assert sum(read) == run.tokens(rounds[:2]) == 256 + (4 * rounds[0].windows + more) * 512
+    assert sum(announced) == 0, "what the first round measured is announced for the second, and taken off again"
 
 
 @pytest.mark.parametrize(

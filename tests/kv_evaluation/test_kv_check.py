@@ -349,7 +349,8 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
         options = {"methods": ("default", "nope"), "resume": kept, "confidence": 0.1, **ASKED}
         with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
             check = check_cache(model, TOKENIZER, ["int2.token", "int8-token"], **options)
-        assert sum(more) == expected and sum(progress) == announced + expected and min(progress) >= 0
+        assert sum(tokens for tokens in more if tokens > 0) == expected
+        assert sum(progress) == announced + sum(more) and min(progress) >= 0
         results.append(check.to_json())
     assert results[0] == results[1]
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
@@ -367,7 +368,7 @@ def test_attribution_goes_on_where_it_was_stopped():
                     raise KeyboardInterrupt
 
         read.clear()
-        with listen(count, on_known=lambda tokens: None):
+        with listen(count):
             return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **{**ASKED, "confidence": 0.1})
 
     check = ask()
@@ -400,7 +401,7 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         check = check_cache(model, TOKENIZER, names, resume=path, **asked)
     whole, again = len(heads) - first, len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
-    assert stages == {f"default, {name}" for name in ("statistics of keys", "none", *names)}
+    assert stages == {f"default, {name}" for name in ("statistics of keys", "none", BEFORE)}, "int4-token was finished"
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
         resumed = check_cache(model, TOKENIZER, names, resume=path, **asked)

@@ -10,7 +10,7 @@ from support.tiny import ARCHITECTURES, ids, tiny_model
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.modeling.capture import capture
-from rope_patch.runtime.progress import advance, bar, known, known_before, listen, say, stage, unreported, work
+from rope_patch.runtime.progress import advance, bar, listen, more, say, stage, work
 
 ASKED = {"task": "niah", "lengths": [120], "depths": [0.0, 0.5, 1.0], "samples": 1, "haystack": "noise"}
 
@@ -24,7 +24,7 @@ def reported(call):
 
 def test_chunks_move_progress_too():
     model, text = tiny_model(), ids(30, batch=1)[0]
-    assert reported(lambda: perplexity(model, text, chunk=15)) == [7, 8, 7, 7, 1]
+    assert reported(lambda: perplexity(model, text, chunk=15)) == [7, 7, 1, 7, 7, 1]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -33,12 +33,15 @@ def test_every_family_reports_its_layers(family):
     assert reports == [15, 14, 1]
 
 
-def test_windows_that_are_kept_are_reported_at_once_and_equal_ones_together():
+def test_windows_that_are_kept_are_taken_off_and_equal_ones_are_read_once():
     model, row, kept = tiny_model(), ids(30, batch=1), {}
     rows = torch.cat((row, row, ids(30, batch=1, seed=1)))
     first = reported(lambda: perplexity(model, rows, batch=3, resume=kept))
-    assert sum(first) == 90 and max(first) <= 30, "two are read for three"
-    assert reported(lambda: perplexity(model, rows, resume=kept)) == [30, 30, 30]
+    assert sum(first) == 60 and max(first) <= 30, "two are read for three"
+    stored = []
+    with listen(on_more=stored.append):
+        assert reported(lambda: perplexity(model, rows, resume=kept)) == []
+    assert stored == [-30, -30, -30]
 
 
 def test_padding_is_no_progress():
@@ -68,7 +71,7 @@ def test_shared_text_is_spread_over_all_prompts():
 
 def test_statistics_report_each_layer_and_leave_no_hook():
     model = tiny_model()
-    assert reported(lambda: capture(model, ids(30))) == [15, 15, 15, 15]
+    assert reported(lambda: capture(model, ids(30))) == [15, 14, 1, 15, 14, 1]
 
     def stop(stage, tokens):
         raise KeyboardInterrupt
@@ -93,40 +96,13 @@ def test_what_an_earlier_run_has_stored_is_taken_off_the_bar(monkeypatch):
     monkeypatch.setattr("tqdm.std.tqdm.refresh", lambda shown, **_: bars.append(shown))
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
     with bar(1000):
-        known(900)
+        more(-900)
         advance(50)
         (shown,) = set(bars)
         now = shown.format_dict
         assert (now["n"], now["total"]) == (50, 100) and now["rate"] == 0.5, "50 tokens in 100 s"
     with bar(1000, hidden=True):
-        known(900)
-
-
-def test_tokens_that_need_no_reading_go_to_their_own_listener_or_count_as_read():
-    read, stored = [], []
-    with listen(lambda stage, tokens: read.append(tokens), on_known=stored.append):
-        known(0)
-        known(7)
-        with listen(on_sentence=print):
-            known(8)
-        with unreported():
-            known(9)
-    assert (read, stored) == ([], [7, 8])
-    with listen(lambda stage, tokens: read.append(tokens)):
-        known(10)
-    assert (read, stored) == ([10], [7, 8])
-
-
-def test_what_was_known_before_is_left_out_and_the_rest_counts():
-    read, stored = [], []
-    with listen(lambda stage, tokens: read.append(tokens), on_known=stored.append), known_before(10):
-        known(7)
-        known(5)
-        known(4)
-        advance(1)
-    with listen(lambda stage, tokens: read.append(tokens)), known_before(10):
-        known(12)
-    assert (read, stored) == ([1, 2], [2, 4])
+        more(-900)
 
 
 def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
@@ -137,7 +113,7 @@ def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goe
         with listen(lambda *progress: inner.append(progress)):
             advance(2)
             say("a step")
-        with unreported():
+        with work(0):
             advance(3)
         with work(10):
             advance(4)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.read_across_processes import read_batches
@@ -22,7 +23,6 @@ from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.smaller_specs import check_tasks
 from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
