@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 import rope_patch
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST, LAST = ("patching", "checkpoints", "extending", "evaluation"), ("methods", "tables", "packaged")
+FIRST, LAST = ("patching", "checkpoints", "extending", "evaluation"), ("methods", "tables", "runtime")
 """Parts of the page of the Python API that begin it and end it."""
 PAGES = {"README.md": "start.md", "CHANGELOG.md": "changelog.md"}
 """Files of the repository that become pages."""
@@ -61,9 +61,9 @@ def api() -> str:
     ]
     parts: dict[str, list[str]] = {}
     for name in rope_patch.__all__:
-        module = rope_patch._MODULE_OF.get(name)
-        if module is not None:
-            parts.setdefault(module.split(".")[0], []).append(f"rope_patch.{module}.{name}")
+        if name != "__version__":
+            module = rope_patch._MODULE_OF[name]
+            parts.setdefault(module.split(".")[1], []).append(f"{module}.{name}")
     for part in [*FIRST, *(part for part in parts if part not in (*FIRST, *LAST)), *LAST]:
         lines += ["", f"## {part.replace('_', ' ')}"]
         for name in sorted(parts[part], key=lambda name: (name.rpartition(".")[2][0].isupper(), name)):

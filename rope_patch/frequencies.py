@@ -27,10 +27,10 @@ UNROTATED_FACTOR = 1e39
 """Divisor that stands for an unrotated pair in a longrope encoding. It overflows float32 to inf, so the loader's
 ``1 / (factor * base)`` is exactly 0, and unlike ``Infinity`` it is a standard JSON number."""
 
-Table = Float[Tensor, " pairs"]
+InvFreq = Float[Tensor, " pairs"]
 
 
-def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> Table:
+def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> InvFreq:
     """Return the plain RoPE table ``rope_theta ** (-2 i / rotary_dim)``, or the beginning of it.
 
     Args:
@@ -49,12 +49,12 @@ def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> T
     >>> geometric(10000.0, 8).tolist()
     [1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513]
     """
-    _check_rotary_dim(rotary_dim)
-    return 1.0 / _position_base(rope_theta, rotary_dim, pairs)
+    check_rotary_dim(rotary_dim)
+    return 1.0 / position_base(rope_theta, rotary_dim, pairs)
 
 
-def _position_base(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> Table:
-    """``rope_theta ** (2 i / rotary_dim)`` in the float32 arithmetic of transformers."""
+def position_base(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> InvFreq:
+    """Return ``rope_theta ** (2 i / rotary_dim)`` in the float32 arithmetic of transformers."""
     if not (math.isfinite(rope_theta) and rope_theta > 0):
         raise ValueError(f"rope_theta must be a finite number > 0, got {rope_theta}")
     # Always on the CPU, although models are built with another default device, such as meta; and integers that become
@@ -64,12 +64,13 @@ def _position_base(rope_theta: float, rotary_dim: int, pairs: int | None = None)
     return rope_theta**exponents
 
 
-def _check_rotary_dim(rotary_dim: int) -> None:
+def check_rotary_dim(rotary_dim: int) -> None:
+    """Raise ValueError unless a number of features is even and positive."""
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even and positive (features rotate in pairs), got {rotary_dim}")
 
 
-def table_of(values: Sequence[float]) -> Table:
+def table_of(values: Sequence[float]) -> InvFreq:
     """Return numbers as a table: float32 on the CPU, whatever torch's default dtype and device are.
 
     >>> table_of([1.0, 0.5]).dtype
@@ -78,7 +79,7 @@ def table_of(values: Sequence[float]) -> Table:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
+def is_geometric(inv_freq: InvFreq, rope_theta: float) -> bool:
     """Tell whether a table is plain RoPE of that base, up to float32 rounding (relative 1e-6).
 
     >>> is_geometric(geometric(1e4, 8), 1e4), is_geometric(geometric(1e4, 8) / 2, 1e4)
@@ -88,7 +89,7 @@ def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
     return torch.allclose(inv_freq.double(), plain.double(), rtol=1e-6, atol=0.0)
 
 
-def zero_unrotated(inv_freq: Table) -> Table:
+def zero_unrotated(inv_freq: InvFreq) -> InvFreq:
     """Return the table with its unrotated pairs (below 1e-20 rad/token) set to exactly 0.
 
     >>> zero_unrotated(torch.tensor([1.0, 1e-32])).tolist()
@@ -97,7 +98,7 @@ def zero_unrotated(inv_freq: Table) -> Table:
     return inv_freq.masked_fill(unrotated(inv_freq), 0)
 
 
-def unrotated(inv_freq: Table) -> Bool[Tensor, " pairs"]:
+def unrotated(inv_freq: InvFreq) -> Bool[Tensor, " pairs"]:
     """Return the mask of the pairs that never turn.
 
     >>> unrotated(torch.tensor([1.0, 1e-32, 0.0])).tolist()
@@ -106,7 +107,7 @@ def unrotated(inv_freq: Table) -> Bool[Tensor, " pairs"]:
     return inv_freq < UNROTATED
 
 
-def wavelength(inv_freq: Table) -> Table:
+def wavelength(inv_freq: InvFreq) -> InvFreq:
     """Return ``2 pi / inv_freq`` [tokens]; inf for unrotated pairs.
 
     >>> wavelength(torch.tensor([1.0, 0.0])).tolist()
@@ -115,7 +116,7 @@ def wavelength(inv_freq: Table) -> Table:
     return 2 * math.pi / zero_unrotated(inv_freq)
 
 
-def turns(inv_freq: Table, context: int) -> Table:
+def turns(inv_freq: InvFreq, context: int) -> InvFreq:
     """Return the full turns each pair makes within ``context`` tokens: ``context * inv_freq / 2 pi``.
 
     >>> round(turns(torch.tensor([1e-4]), 128000).item(), 2)  # Barbero et al.: the slowest pair of Llama-like bases
@@ -124,171 +125,7 @@ def turns(inv_freq: Table, context: int) -> Table:
     return context * zero_unrotated(inv_freq) / (2 * math.pi)
 
 
-# --- tables of the methods -------------------------------------------------------------------------------------------
-
-
-def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
-    """Return the base of static NTK-aware scaling, ``rope_theta * factor ** (d / (d - 2))``.
-
-    The slowest pair is then slowed by exactly ``factor`` and the fastest not at all. This is the base that
-    transformers' ``dynamic`` type reaches at a fixed length.
-
-    Raises:
-        ValueError: ``rotary_dim`` is below 4, for which the exponent is undefined.
-
-    >>> round(ntk_theta(10000.0, 4.0, 128))
-    40890
-    """
-    if rotary_dim < 4:
-        raise ValueError(f"NTK scaling needs rotary_dim >= 4, got {rotary_dim}")
-    return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
-
-
-def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """Return YaRN's attention factor, on cos and sin: ``0.1 ln(factor) + 1``, and 1 for factors up to 1.
-
-    With both ``mscale`` arguments it is the ratio of the two scaled forms (DeepSeek). *Source*: YaRN,
-    arXiv:2309.00071, eq. 22, as transformers computes it.
-
-    >>> round(yarn_scaling(4.0), 4), yarn_scaling(0.5)
-    (1.1386, 1.0)
-    """
-    if factor <= 1:
-        return 1.0
-    log = math.log(factor)
-    if mscale and mscale_all_dim:
-        return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
-    return 0.1 * log + 1.0
-
-
-def yarn(
-    rope_theta: float,
-    rotary_dim: int,
-    *,
-    factor: float,
-    context: int,
-    beta_fast: float = 32,
-    beta_slow: float = 1,
-    truncate: bool = True,
-) -> Table:
-    """Return YaRN's NTK-by-parts table.
-
-    Pairs that turn more than ``beta_fast`` times within ``context`` keep their frequency, pairs that turn less than
-    ``beta_slow`` times are divided by ``factor``, and a ramp joins the two. *Source*: YaRN, arXiv:2309.00071, sec. 3.2.
-    The ramp is transformers', linear in the pair *index*, where the paper's is linear in turns: in the middle the two
-    tables differ by up to 1.9 times at factor 4, and more at larger factors.
-
-    Args:
-        rope_theta: the base of the unscaled table.
-        rotary_dim: the number of features that rotate, even.
-        factor: the factor by which the context is extended.
-        context: the context that the model was trained with [tokens].
-        beta_fast: the number of turns within the context above which a pair keeps its frequency.
-        beta_slow: the number of turns within the context below which a pair is divided by ``factor``.
-        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
-    """
-    _check_rotary_dim(rotary_dim)
-    low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow, truncate)
-    # As in transformers: a ramp without width would divide by 0.
-    if low == high:
-        high += 0.001
-    ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
-    base = _position_base(rope_theta, rotary_dim)
-    # 1 - share is not written as ramp, which differs in the last bit: this is transformers' order of operations.
-    share = 1 - ramp
-    return 1.0 / (factor * base) * (1 - share) + 1.0 / base * share
-
-
-def _ramp(
-    rope_theta: float, rotary_dim: int, context: int, beta_fast: float, beta_slow: float, truncate: bool = True
-) -> tuple[float, float]:
-    """Return the pairs that turn ``beta_fast`` and ``beta_slow`` times in a context; ``truncate`` rounds outwards."""
-
-    def pair_turning(rotations: float) -> float:
-        # The i for which context * rope_theta ** (-2 i / rotary_dim) is 2 pi * rotations.
-        return (rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope_theta))
-
-    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    # Transformers bounds the index of a pair by the number of features, which is twice as many; so do we, to equal it.
-    return max(low, 0), min(high, rotary_dim - 1)
-
-
-def mrrope(
-    rope_theta: float, rotary_dim: int, *, factor: float, context: int, beta_fast: float = 32, beta_slow: float = 1
-) -> Table:
-    """Return MrRoPE-Pro's table: YaRN's ends, and between them a divisor whose logarithm grows quadratically.
-
-    With YaRN's rounded ends ``low`` and ``high``, ``n = high - low`` and ``t = i - low``, pair ``i`` is divided by
-    ``factor ** (t (t + 1) / (n (n + 1)))`` between the ends, by 1 up to ``low`` and by ``factor`` from ``high`` on.
-    *Source*: arXiv:2601.22181, eq. 14 to 16, with the rounding and the bounds of the authors' code
-    (github.com/mattian7/mrRoPE at d1a6f31).
-
-    The arguments are those of :func:`yarn`.
-    """
-    plain = geometric(rope_theta, rotary_dim)
-    low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow)
-    n = high - low
-
-    def divisor(i: int) -> float:
-        t = i - low
-        if t <= 0:
-            return 1.0
-        if t >= n:
-            return factor
-        grown: float = factor ** (t * (t + 1) / (n * (n + 1)))
-        return grown
-
-    return plain / table_of([divisor(i) for i in range(len(plain))])
-
-
-def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_factor: float, context: int) -> Table:
-    """Return Llama 3.1's smoothing of a table.
-
-    Wavelengths above ``context / low_freq_factor`` are stretched by ``factor``, those below
-    ``context / high_freq_factor`` kept, those between interpolated. *Source*: transformers' ``llama3`` rope type.
-    """
-    slow_from, fast_to = context / low_freq_factor, context / high_freq_factor
-    length = 2 * math.pi / inv_freq
-    table = torch.where(length > slow_from, inv_freq / factor, inv_freq)
-    smooth = (context / length - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    # Written operation by operation as in transformers, so that the tables are equal to the last bit.
-    between = ~(length < fast_to) * ~(length > slow_from)
-    return torch.where(between, (1 - smooth) * table / factor + smooth * table, table)
-
-
-def longrope(rope_theta: float, factors: Sequence[float]) -> Table:
-    """Return the table transformers builds from longrope ``factors``, ``1 / (factors * rope_theta ** (2 i / d))``.
-
-    >>> longrope(10000.0, [1.0, 2.0, 1e39]).tolist()
-    [1.0, 0.02320794202387333, 0.0]
-    """
-    return 1.0 / (table_of(factors) * _position_base(rope_theta, 2 * len(factors)))
-
-
-def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
-    """Return factors from which transformers rebuilds the table, to the last bit where float32 allows it.
-
-    A naive quotient is off by one unit in the last place for some pairs. So the float32 neighbours of the quotient are
-    searched for one that :func:`longrope` turns into the wanted frequency; where none does, the nearest is taken and
-    the rebuilt table is the canonical one. Canonicalising a canonical table changes nothing.
-    """
-    base = _position_base(rope_theta, 2 * len(inv_freq))
-    target = zero_unrotated(inv_freq.float().cpu())
-    # In float64, so that only the last step rounds.
-    guess = (1.0 / (target.double() * base.double())).float()
-    # The bits of a positive number, read as a whole number, are one less and one more than those of its neighbours.
-    steps = torch.tensor([[0], [1], [-1], [2], [-2]], dtype=torch.int32, device="cpu")
-    factors = (guess.view(torch.int32) + steps).view(torch.float32)
-    miss = (1.0 / (factors * base) - target).abs().double()
-    best = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")]
-    # In float64, since the divisor of an unrotated pair is no float32.
-    numbers: list[float] = best.double().masked_fill(unrotated(target), UNROTATED_FACTOR).tolist()
-    return numbers
-
-
-def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
+def fingerprint(inv_freq: InvFreq, attention_scaling: float) -> str:
     """Return 16 hex digits that identify a table and its scaling; unrotated pairs count as 0.
 
     >>> fingerprint(torch.tensor([1.0, 0.0]), 1.0) == fingerprint(torch.tensor([1.0, 1e-32]), 1.0)
@@ -302,7 +139,7 @@ def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
 # --- what a table implies --------------------------------------------------------------------------------------------
 
 
-def granularity(inv_freq: Table) -> float:
+def granularity(inv_freq: InvFreq) -> float:
     """Return the sine similarity of the images of a query or key at consecutive positions: the mean sine of the pairs.
 
     It is that of vectors whose pairs are of equal norm. A larger value means that neighbouring positions are easier to
@@ -330,7 +167,7 @@ def offset_frequency_bound(context: int) -> float:
     return 2 * math.pi / context
 
 
-def offset_angle_bound(inv_freq: Table, context: int) -> Table:
+def offset_angle_bound(inv_freq: InvFreq, context: int) -> InvFreq:
     """Return the angle an offset feature must exceed, ``pi + context * inv_freq / 2`` [rad].
 
     *Source*: arXiv:2503.01832, eq. 16. ``phi`` is the angle of the mean key minus that of the mean query, in (0, 2 pi].

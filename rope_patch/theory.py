@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rope_patch.frequencies import Table, zero_unrotated
+from rope_patch.frequencies import InvFreq, zero_unrotated
 
 
-def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float | None:
+def previous_token_factor(inv_freq: InvFreq, *, mass: float, length: int) -> float | None:
     """Return the smallest factor with which Wendler's previous-token head puts ``mass`` on the previous token.
 
     The head has the same query and key for every token, and its logit for a key ``r`` tokens back is
@@ -73,7 +73,7 @@ def previous_token_factor(inv_freq: Table, *, mass: float, length: int) -> float
     return high
 
 
-def separation(inv_freq: Table, length: int) -> tuple[float, int]:
+def separation(inv_freq: InvFreq, length: int) -> tuple[float, int]:
     """Return the smallest distance between two images within ``length`` positions, and how far apart they are [tokens].
 
     Xiong et al. take consecutive images for the closest. That fails when the fast pairs come round before the slow
@@ -95,7 +95,7 @@ def separation(inv_freq: Table, length: int) -> tuple[float, int]:
 
 
 def nearest_old(
-    old: Table, new: Table, *, old_length: int, new_positions: Int[Tensor, " positions"]
+    old: InvFreq, new: InvFreq, *, old_length: int, new_positions: Int[Tensor, " positions"]
 ) -> Float[Tensor, " positions"]:
     """Return how far each new image is from the nearest old one.
 

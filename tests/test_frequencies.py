@@ -15,6 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from rope_patch import frequencies
 from rope_patch.frequencies import fingerprint, geometric, granularity, unrotated, zero_unrotated
+from rope_patch.methods.llama3 import llama3_table
+from rope_patch.methods.longrope import longrope_factors, longrope_table
+from rope_patch.methods.ntk import ntk_theta
+from rope_patch.methods.yarn import yarn_scaling, yarn_table
 
 # (rotary_dim, rope_theta): even, odd and single pairs, dimensions and bases of Gemma, Llama 3 and Qwen
 SHAPES = [(256, 1e4), (128, 5e5), (96, 1e6), (6, 1234.5), (2, 1e4)]
@@ -50,7 +54,7 @@ def test_geometric_is_transformers_own(rotary_dim, rope_theta):
 
 @pytest.mark.parametrize("rotary_dim", [0, -2, 7])
 def test_a_table_needs_whole_pairs(rotary_dim):
-    for build in (geometric, functools.partial(frequencies.yarn, factor=2, context=64)):
+    for build in (geometric, functools.partial(yarn_table, factor=2, context=64)):
         with pytest.raises(ValueError, match="rotary_dim"):
             build(1e4, rotary_dim)
 
@@ -105,11 +109,11 @@ def test_turns_against_the_numbers_of_the_paper():
 
 def test_ntk_base_by_hand():
     # d = 8: factor ** (8/6); 8 ** (4/3) = 16 and 1000 ** (4/3) = 10000
-    assert frequencies.ntk_theta(1e4, 8, 8) == pytest.approx(16e4)
-    assert frequencies.ntk_theta(1e4, 1000, 8) == pytest.approx(1e8)
-    assert frequencies.ntk_theta(1e4, 1, 128) == 1e4
+    assert ntk_theta(1e4, 8, 8) == pytest.approx(16e4)
+    assert ntk_theta(1e4, 1000, 8) == pytest.approx(1e8)
+    assert ntk_theta(1e4, 1, 128) == 1e4
     # what the exponent is for: the slowest pair is slowed by exactly the factor, the fastest not at all
-    slowed = geometric(1e4, 128) / geometric(frequencies.ntk_theta(1e4, 4.0, 128), 128)
+    slowed = geometric(1e4, 128) / geometric(ntk_theta(1e4, 4.0, 128), 128)
     assert slowed[[0, -1]].tolist() == pytest.approx([1, 4])
 
 
@@ -131,13 +135,13 @@ YARNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
 @pytest.mark.parametrize("context", [64, 4096])
 def test_yarn_is_transformers_own(rotary_dim, rope_theta, context, options):
-    table = frequencies.yarn(rope_theta, rotary_dim, context=context, **options)
+    table = yarn_table(rope_theta, rotary_dim, context=context, **options)
     # the trained context is the original one: the stated one, 7 times longer here, plays no part
     reference, scaling = stock(
         "yarn", rotary_dim, rope_theta, context=7 * context, original_max_position_embeddings=context, **options
     )
     assert torch.equal(table, reference)
-    assert frequencies.yarn_scaling(options["factor"]) == scaling
+    assert yarn_scaling(options["factor"]) == scaling
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0, 40.0])
@@ -145,7 +149,7 @@ def test_yarn_is_transformers_own(rotary_dim, rope_theta, context, options):
 def test_yarn_scaling_is_transformers_own(factor, mscales):
     given_keys = {k: v for k, v in zip(("mscale", "mscale_all_dim"), mscales, strict=True) if v is not None}
     _, scaling = stock("yarn", 64, 1e4, original_max_position_embeddings=1024, factor=factor, **given_keys)
-    assert frequencies.yarn_scaling(factor, *mscales) == scaling
+    assert yarn_scaling(factor, *mscales) == scaling
 
 
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
@@ -153,7 +157,7 @@ def test_yarn_scaling_is_transformers_own(factor, mscales):
 @pytest.mark.parametrize("context", [64, 8192])
 def test_llama3_is_transformers_own(rotary_dim, rope_theta, factor, low, high, context):
     smoothing = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
-    table = frequencies.llama3(geometric(rope_theta, rotary_dim), context=context, **smoothing)
+    table = llama3_table(geometric(rope_theta, rotary_dim), context=context, **smoothing)
     reference, _ = stock("llama3", rotary_dim, rope_theta, original_max_position_embeddings=context, **smoothing)
     assert torch.equal(table, reference)
 
@@ -164,7 +168,7 @@ def test_llama3_is_transformers_own(rotary_dim, rope_theta, factor, low, high, c
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
 def test_longrope_is_transformers_own(rotary_dim, rope_theta):
     for factors in ([1.0] * (rotary_dim // 2), [1 + 0.37 * i for i in range(rotary_dim // 2)]):
-        assert torch.equal(frequencies.longrope(rope_theta, factors), rebuilt(factors, rope_theta))
+        assert torch.equal(longrope_table(rope_theta, factors), rebuilt(factors, rope_theta))
 
 
 def rebuilt(factors, rope_theta):
@@ -186,9 +190,9 @@ TABLES = {
     "plain": (geometric(1e4, 64), 1e4),
     "pi": (geometric(1e4, 64) / 3, 1e4),
     "ntk over the old base": (geometric(40890.0, 64), 1e4),
-    "yarn": (frequencies.yarn(1e4, 64, factor=4, context=4096), 1e4),
+    "yarn": (yarn_table(1e4, 64, factor=4, context=4096), 1e4),
     "llama3": (
-        frequencies.llama3(geometric(5e5, 128), factor=8, low_freq_factor=1, high_freq_factor=4, context=8192),
+        llama3_table(geometric(5e5, 128), factor=8, low_freq_factor=1, high_freq_factor=4, context=8192),
         5e5,
     ),
 }
@@ -196,7 +200,7 @@ TABLES = {
 
 @pytest.mark.parametrize(("table", "rope_theta"), TABLES.values(), ids=TABLES)
 def test_real_tables_survive_a_config_to_the_last_bit_but_one(table, rope_theta):
-    canonical = rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta)
+    canonical = rebuilt(longrope_factors(table, rope_theta), rope_theta)
     assert ulps(canonical, table).max() <= 1
     assert torch.equal((canonical - table).abs(), smallest_error(table, rope_theta))
 
@@ -211,7 +215,7 @@ any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tenso
 @given(any_table, st.floats(2, 1e7) | st.sampled_from([1e4, 5e5, 1e6]))
 @example(torch.tensor([0.0, 1e-32, 9e-21, 1e-19, 1.0]), 1e4)
 def test_any_table_survives_a_config(table, rope_theta):
-    canonical = zero_unrotated(rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta))
+    canonical = zero_unrotated(rebuilt(longrope_factors(table, rope_theta), rope_theta))
     rests = table < 1e-20
     assert (canonical[rests] == 0).all()
     # No factor does better. Two ulps are the worst case: one from the spacing of the factors, one from rounding the
@@ -219,13 +223,13 @@ def test_any_table_survives_a_config(table, rope_theta):
     assert torch.equal((canonical - table).abs()[~rests], smallest_error(table, rope_theta)[~rests])
     assert (ulps(canonical, table)[~rests] <= 2).all()
     # canonicalising again changes nothing
-    again = zero_unrotated(rebuilt(frequencies.longrope_factors(canonical, rope_theta), rope_theta))
+    again = zero_unrotated(rebuilt(longrope_factors(canonical, rope_theta), rope_theta))
     assert torch.equal(again, canonical)
 
 
 def test_unrotated_pairs_rebuild_as_exactly_zero():
     # 1e30, which llama.cpp uses, would rebuild as 1e-30 / base, not as 0. JSON has no Infinity.
-    factors = frequencies.longrope_factors(torch.tensor([1.0, 0.0, 1e-32]), 1e4)
+    factors = longrope_factors(torch.tensor([1.0, 0.0, 1e-32]), 1e4)
     assert factors[1:] == [1e39, 1e39]
     assert json.loads(json.dumps(factors, allow_nan=False)) == factors
     assert rebuilt(factors, 1e4)[1:].tolist() == [0, 0]

@@ -219,7 +219,7 @@ def test_no_import_cycle() -> None:
 
 
 def test_the_tree_is_read() -> None:
-    assert {"__init__", "frequencies", "methods.base", "patching.locate", "cli.app"} <= SOURCES.keys()
+    assert {"__init__", "frequencies", "methods.method", "patching.locate", "cli.app"} <= SOURCES.keys()
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -268,20 +268,20 @@ def test_a_public_name_is_no_module() -> None:
     ("module", "source", "message"),
     [
         ("gadgets", "", "gadgets has no place in the layers"),
-        ("methods.base", "from rope_patch.patching.install import apply", "methods stands above patching"),
-        ("methods.base", "from ..patching.install import apply", "methods stands above patching"),
-        ("methods.base", "from ..patching import install", "methods stands above patching"),
-        ("methods.base", "import rope_patch.patching.install as s", "methods stands above patching"),
-        ("methods.base", "import math\ndef f():\n    from ..patching.install import apply", "line 3: methods stands"),
-        ("methods.base", "class A:\n    async def f(self):\n        import rope_patch.cli.app", "above cli"),
+        ("methods.method", "from rope_patch.patching.install import apply", "methods stands above patching"),
+        ("methods.method", "from ..patching.install import apply", "methods stands above patching"),
+        ("methods.method", "from ..patching import install", "methods stands above patching"),
+        ("methods.method", "import rope_patch.patching.install as s", "methods stands above patching"),
+        ("methods.method", "import math\ndef f():\n    from ..patching.install import apply", "line 3: methods stands"),
+        ("methods.method", "class A:\n    async def f(self):\n        import rope_patch.cli.app", "above cli"),
         (
-            "methods.base",
+            "methods.method",
             "if TYPE_CHECKING:\n    from ..patching.install import Patch",
             "methods stands above patching",
         ),
-        ("methods.base", "try:\n    from ..patching.install import a\nexcept ImportError: pass", "above patching"),
-        ("methods.base", "import importlib\nimportlib.import_module('rope_patch.reports.kv')", "above reports"),
-        ("methods.base", "import_module('.reports.page', 'rope_patch')", "methods stands above reports"),
+        ("methods.method", "try:\n    from ..patching.install import a\nexcept ImportError: pass", "above patching"),
+        ("methods.method", "import importlib\nimportlib.import_module('rope_patch.reports.kv')", "above reports"),
+        ("methods.method", "import_module('.reports.page', 'rope_patch')", "methods stands above reports"),
         ("tables", "from rope_patch.patching.locate import locate", "rope_patch stands above patching"),
         ("cli.app", "from rope_patch.gadgets import whir", "gadgets.whir has no place in the layers"),
         ("patching.install", "from rope_patch import apply", "import apply from the module that defines it"),
@@ -293,7 +293,7 @@ def test_a_public_name_is_no_module() -> None:
         ("evaluation.compare", "from ..analysis.heads import Heads", "evaluation stands above analysis"),
         ("reports.comparison", "from ..cli.demo import run", "reports stands above cli"),
         ("frequencies", "import numpy", "frequencies is pure maths"),
-        ("methods.base", "def f():\n    import transformers", "transformers is imported from patching on"),
+        ("methods.method", "def f():\n    import transformers", "transformers is imported from patching on"),
         ("patching.install", "def f():\n    import peft", "peft is imported in checkpoints"),
         ("checkpoints.adapters", "import peft", "inside functions only"),
         ("cli.app", "def f():\n    from lm_eval.api import model", "lm_eval is imported in"),
@@ -316,7 +316,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
     ("module", "source"),
     [
         ("frequencies", "import math\nimport torch\nfrom jaxtyping import Float"),
-        ("methods.p_rope", "from ..tables import RotaryTable\nfrom .base import Method\nfrom .. import frequencies"),
+        ("methods.p_rope", "from ..tables import RotaryTable\nfrom .method import Method\nfrom .. import frequencies"),
         ("patching.record", "from rope_patch.version import __version__\nfrom ..methods import parse"),
         ("theory", "from rope_patch.frequencies import turns\nimport torch"),
         ("checkpoints.save_load", "def f():\n    from peft import PeftModel"),

@@ -186,7 +186,7 @@ def test_a_package_that_cannot_be_loaded_is_named_and_leaves_the_other_methods(t
     for name, (code, _) in BROKEN.items():
         package(tmp_path, name, code, f"[rope_patch.methods]\n{name} = {name}\n")
     done = python(
-        "from rope_patch.methods import METHODS, Yarn, parse\n"
+        "from rope_patch import METHODS, Yarn, parse\n"
         f"broken = {list(BROKEN)}\n"
         "assert METHODS.keys().isdisjoint(broken) and METHODS['yarn'] is Yarn\n"
         "parse('yarn:factor=2')\n"

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from rope_patch.checkpoints.source_files import named_for_transformers, read_tokenizer
 from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
-from rope_patch.methods import Method, Table
-from rope_patch.methods.base import as_stated, owner_of
+from rope_patch.methods import Method
+from rope_patch.methods.scaling import as_stated, owner_of
+from rope_patch.methods.table import Table
 from rope_patch.patching.install import patched, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.record import TableRecord, settings_of

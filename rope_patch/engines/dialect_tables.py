@@ -23,6 +23,9 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.engines import program_contexts as contexts
+from rope_patch.methods.llama3 import llama3_table
+from rope_patch.methods.longrope import longrope_table
+from rope_patch.methods.yarn import yarn_scaling, yarn_table
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
@@ -202,7 +205,7 @@ def build(
         lists, pairs = len(parameters["long_factor"]), rotary_dim // 2
         if lists != pairs:
             raise RefusesError(f"it rotates {pairs} pairs, and fails on the {lists} factors of longrope")
-        inv_freq = frequencies.longrope(float(theta), parameters["long_factor"])
+        inv_freq = longrope_table(float(theta), parameters["long_factor"])
         positions = max(context, _original(parameters, context))
         attention = _longrope_factor(parameters, context, dialect, reasons)
     elif kind == "proportional":
@@ -215,7 +218,7 @@ def build(
             inv_freq = inv_freq / parameters["factor"]
             positions = math.ceil(context * parameters["factor"])
         elif kind == "llama3":
-            inv_freq = frequencies.llama3(
+            inv_freq = llama3_table(
                 inv_freq,
                 factor=parameters["factor"],
                 low_freq_factor=parameters["low_freq_factor"],
@@ -243,7 +246,7 @@ def _yarn(
     if betas != (32, 1) and not dialect.obeys_betas:
         reasons.append("it ignores beta_fast and beta_slow of YaRN, and takes 32 and 1")
         betas = (32, 1)
-    return frequencies.yarn(
+    return yarn_table(
         theta,
         rotary_dim,
         factor=parameters["factor"],
@@ -265,7 +268,7 @@ def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[
     mscales = []
     if all(key in obeyed for key in MSCALE):
         mscales = [obeyed[key] for key in MSCALE]
-    return float(frequencies.yarn_scaling(parameters["factor"], *mscales))
+    return float(yarn_scaling(parameters["factor"], *mscales))
 
 
 def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Dialect, reasons: list[str]) -> float:

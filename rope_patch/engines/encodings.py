@@ -10,7 +10,7 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
-from rope_patch.methods import longrope_parameters
+from rope_patch.methods.longrope import longrope_factors, longrope_parameters
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
 from rope_patch.patching.record import READ_GLOBAL, TableRecord, build_rotary, config_with, settings_of
@@ -44,7 +44,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     known = kind not in (None, "longrope") and (kind != "proportional" or model_type == "gemma4_text")
     if known and all(_reads(name, encoded, table, model_type) for name in SERVING):
         return encoded
-    factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
+    factors = longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
     return {**table.other_keys, **form, **mscale}

@@ -25,7 +25,8 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_warnings
-from rope_patch.methods import Default, MethodLike
+from rope_patch.methods import MethodLike
+from rope_patch.methods.default import Default
 from rope_patch.modeling.environment import environment
 from rope_patch.modeling.scoring import model_name
 from rope_patch.options.evaluation import EvalSpec

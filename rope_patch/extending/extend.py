@@ -24,7 +24,7 @@ from rope_patch.extending.result import Extended
 from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
 from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
-from rope_patch.methods.base import owner_of
+from rope_patch.methods.scaling import owner_of
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.options.yaml_and_json import from_dict, to_yaml
 from rope_patch.patching.install import patched

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rope_patch import frequencies
 from rope_patch.gguf.table import (
     FACTOR_TENSORS,
     Graph,
@@ -19,7 +18,8 @@ from rope_patch.gguf.table import (
     table_keys,
     table_pieces,
 )
-from rope_patch.methods import MethodLike, as_method, longrope_parameters
+from rope_patch.methods import MethodLike, as_method
+from rope_patch.methods.longrope import longrope_factors, longrope_parameters, longrope_table
 from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
@@ -179,11 +179,11 @@ def _base(table: RotaryTable) -> RotaryTable:
         return replace(table.plain(), original_max_position_embeddings=None)
     if table.rope_type in ("linear", "yarn"):
         return table
-    factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
+    factors = longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     if table.original_max_position_embeddings is not None:
         form["original_max_position_embeddings"] = table.original_max_position_embeddings
-    rebuilt = frequencies.longrope(table.rope_theta, factors)
+    rebuilt = longrope_table(table.rope_theta, factors)
     base = table.becomes(rebuilt, rope_parameters=form)
     return replace(base, original_max_position_embeddings=form["original_max_position_embeddings"])
 

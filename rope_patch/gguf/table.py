@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.methods.already_scaled import ORIGINAL
+from rope_patch.methods.yarn import yarn_scaling, yarn_table
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection
@@ -175,7 +176,7 @@ def _scaled(type: str, factor: float, theta: float, rotary_dim: int, original: i
         original: the original context, of YaRN [tokens].
     """
     if type == "yarn":
-        return frequencies.yarn(theta, rotary_dim, factor=factor, context=original), frequencies.yarn_scaling(factor)
+        return yarn_table(theta, rotary_dim, factor=factor, context=original), yarn_scaling(factor)
     return frequencies.geometric(theta, rotary_dim) / factor, 1.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch import frequencies
+from rope_patch.frequencies import geometric, unrotated, zero_unrotated
 from rope_patch.tables import RotaryTable
 
 ORIGINAL = "original_max_position_embeddings"
@@ -72,14 +72,14 @@ def is_known(table: RotaryTable) -> bool:
     # The type longrope is written for any table, too, with equal contexts.
     if table.rope_type == "longrope" and table.context < context_reached(table):
         return True
-    plain = frequencies.zero_unrotated(frequencies.geometric(table.rope_theta, table.rotary_dim))
-    turning = ~frequencies.unrotated(table.inv_freq)
+    plain = zero_unrotated(geometric(table.rope_theta, table.rotary_dim))
+    turning = ~unrotated(table.inv_freq)
     return table.attention_scaling == 1.0 and torch.allclose(table.inv_freq[turning], plain[turning], rtol=1e-6, atol=0)
 
 
 def stopped_as(table: RotaryTable, new: RotaryTable) -> RotaryTable:
     """Return a new table in which the pairs that a checkpoint does not rotate stay unrotated."""
-    still = frequencies.unrotated(table.inv_freq)
-    if not bool((still & ~frequencies.unrotated(new.inv_freq)).any()):
+    still = unrotated(table.inv_freq)
+    if not bool((still & ~unrotated(new.inv_freq)).any()):
         return new
     return new.becomes(new.inv_freq.masked_fill(still, 0))

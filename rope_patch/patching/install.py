@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers.utils import logging as hf_logging
 
-from rope_patch.methods import Default, Method, MethodLike, as_method
+from rope_patch.methods import Method, MethodLike, as_method
+from rope_patch.methods.default import Default
 from rope_patch.patching.encode import (
     PatchPlan,
     PatchRequest,

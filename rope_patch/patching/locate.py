@@ -16,7 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
-from rope_patch.methods import longrope_parameters
+from rope_patch.methods.longrope import longrope_parameters
+from rope_patch.methods.ntk import ntk_theta
 from rope_patch.patching.probe import Probe, probe
 from rope_patch.patching.record import (
     PatchRecord,
@@ -512,7 +513,7 @@ def _table_at_length(table: RotaryTable, config: PreTrainedConfig, length: int) 
     else:
         # The base of transformers' _compute_dynamic_ntk_parameters, from which "default" builds the same table.
         grown = encoding["factor"] * max(length, table.max_position_embeddings) / table.max_position_embeddings
-        theta = frequencies.ntk_theta(table.rope_theta, grown - (encoding["factor"] - 1), table.rotary_dim)
+        theta = ntk_theta(table.rope_theta, grown - (encoding["factor"] - 1), table.rotary_dim)
         native = {"rope_type": "default", "rope_theta": theta}
     frozen = table.becomes(inv_freq, rope_parameters=native, attention_scaling=scaling)
     # A method that recomputes a table from its base starts from the model's own base, not from the grown one.

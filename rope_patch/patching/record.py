@@ -19,7 +19,8 @@ from transformers.modeling_rope_utils import RopeParameters
 from transformers.utils import logging as hf_logging
 
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import METHODS, Method, Table, as_method, from_dict
+from rope_patch.methods import METHODS, Method, as_method, from_dict
+from rope_patch.methods.table import Table
 from rope_patch.runtime.errors import in_one_line
 from rope_patch.tables import RotaryTable, Tables
 from rope_patch.version import __version__

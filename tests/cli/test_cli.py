@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.methods.base import METHODS
+from rope_patch.methods.method import METHODS
 from rope_patch.runtime.command import SPINS, guarded
 
 

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.engines import export
-from rope_patch.methods import MethodLike, Table, as_method
+from rope_patch.methods import MethodLike, as_method
+from rope_patch.methods.table import Table
 from rope_patch.patching.verify import inspect_model
 from support.patches import lora
 
