@@ -16,9 +16,10 @@ from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
 from rope_patch.methods import Method
 from rope_patch.methods.scaling import as_stated, owner_of
 from rope_patch.methods.table import Table
+from rope_patch.patching.config_settings import settings_of
 from rope_patch.patching.install import patched, reapply, rebase
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.patching.record import TableRecord, settings_of
+from rope_patch.patching.record import TableRecord
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.errors import as_value_error

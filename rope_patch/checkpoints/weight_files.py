@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
-from rope_patch.patching.record import silent_transformers
+from rope_patch.patching.config_settings import silent_transformers
 from rope_patch.runtime.errors import read_json
 
 INDEX_FILE = "model.safetensors.index.json"

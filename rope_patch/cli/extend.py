@@ -91,9 +91,9 @@ def _load(settings: ExtendSettings) -> Any:
     from rope_patch.checkpoints.model_without_weights import model_without_weights
     from rope_patch.checkpoints.source_files import config_json
     from rope_patch.extending.write_extended import trained_by_extend
+    from rope_patch.patching.config_settings import settings_of
     from rope_patch.patching.install import rebase, restore
     from rope_patch.patching.locate import locate
-    from rope_patch.patching.record import settings_of
 
     if config_json(settings.model):  # before its weights are read; an adapter and a GGUF file have none
         locate(model_without_weights(settings.model, beside_adapter=True)).check_windowed()

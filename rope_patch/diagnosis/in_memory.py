@@ -17,6 +17,7 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.adapters import TABLES_ATTRIBUTE, check_adapters_in_model, saved_module
 from rope_patch.diagnosis.causes import RELOAD, cause, plain
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
+from rope_patch.patching.config_settings import settings_of, silent_transformers
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import (
     Location,
@@ -24,12 +25,7 @@ from rope_patch.patching.locate import (
     device_of,
     holds_adapters_twice,
 )
-from rope_patch.patching.record import (
-    TableRecord,
-    key_of,
-    settings_of,
-    silent_transformers,
-)
+from rope_patch.patching.record import TableRecord, key_of
 from rope_patch.patching.rotary import original_tables
 from rope_patch.patching.verify import edits_since, measure, shortened
 from rope_patch.tables import RotaryTable

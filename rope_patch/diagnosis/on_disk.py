@@ -16,8 +16,8 @@ from rope_patch.checkpoints.source_files import cache_scales, config_json
 from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
+from rope_patch.patching.config_settings import settings_of
 from rope_patch.patching.older_keys import older_differences, stated_twice, text_part
-from rope_patch.patching.record import settings_of
 
 _ROWS = 8
 """Number of rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""

@@ -11,9 +11,10 @@ from torch import nn
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
 from rope_patch.methods.longrope import longrope_factors, longrope_parameters
+from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, settings_of
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
-from rope_patch.patching.record import READ_GLOBAL, TableRecord, build_rotary, config_with, settings_of
+from rope_patch.patching.record import TableRecord
 from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 

@@ -15,19 +15,11 @@ from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling
 from rope_patch.methods.already_scaled import ORIGINAL, context_before, context_reached
 from rope_patch.methods.longrope import longrope_factors, longrope_parameters, longrope_table
+from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, encoding_of, settings_of
 from rope_patch.patching.locate import Location
 from rope_patch.patching.older_keys import ROPE_TYPES
 from rope_patch.patching.probe import copy_without_weights, values_kept_by_modules
-from rope_patch.patching.record import (
-    READ_GLOBAL,
-    PatchRecord,
-    build_rotary,
-    config_with,
-    encoding_of,
-    key_of,
-    records_of,
-    settings_of,
-)
+from rope_patch.patching.record import PatchRecord, key_of, records_of
 from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable, Tables, choose_layer_types
 

@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from rope_patch.methods import Method, MethodLike, as_method
 from rope_patch.methods.default import Default
+from rope_patch.patching.config_settings import build_rotary, config_with, set_rotary_settings, settings_of
 from rope_patch.patching.encode import (
     PatchPlan,
     PatchRequest,
@@ -23,14 +24,7 @@ from rope_patch.patching.encode import (
     plan_from_record,
 )
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
-from rope_patch.patching.record import (
-    PatchRecord,
-    build_rotary,
-    config_with,
-    differences,
-    set_rotary_settings,
-    settings_of,
-)
+from rope_patch.patching.record import PatchRecord, differences
 from rope_patch.patching.rotary import PatchedRotary, original_tables
 from rope_patch.patching.verify import edits_since
 from rope_patch.tables import choose_layer_types

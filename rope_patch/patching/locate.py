@@ -18,18 +18,9 @@ from transformers.utils.generic import flatten_dict
 from rope_patch import frequencies
 from rope_patch.methods.longrope import longrope_parameters
 from rope_patch.methods.ntk import ntk_theta
+from rope_patch.patching.config_settings import build_rotary, config_with, encoding_of, settings_of, silent_transformers
 from rope_patch.patching.probe import Probe, probe
-from rope_patch.patching.record import (
-    PatchRecord,
-    build_rotary,
-    config_with,
-    encoding_of,
-    key_of,
-    records_of,
-    same_tables,
-    settings_of,
-    silent_transformers,
-)
+from rope_patch.patching.record import PatchRecord, key_of, records_of, same_tables
 from rope_patch.patching.rotary import (
     PatchedRotary,
     RotaryLayout,

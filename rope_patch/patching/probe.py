@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from rope_patch.patching.record import set_rotary_settings, silent_transformers
+from rope_patch.patching.config_settings import set_rotary_settings, silent_transformers
 from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
 from rope_patch.tables import Tables
 

@@ -11,17 +11,10 @@ from transformers.utils.generic import flatten_dict
 
 from rope_patch import frequencies
 from rope_patch.methods.already_scaled import context_reached
+from rope_patch.patching.config_settings import config_with, settings_of
 from rope_patch.patching.encode import plan_from_record
 from rope_patch.patching.locate import Location, PatchError, device_of, holds_adapters_twice, locate
-from rope_patch.patching.record import (
-    PatchRecord,
-    TableRecord,
-    config_with,
-    differences,
-    key_of,
-    records_of,
-    settings_of,
-)
+from rope_patch.patching.record import PatchRecord, TableRecord, differences, key_of, records_of
 from rope_patch.patching.rotary import RotaryLayout, call
 from rope_patch.tables import RotaryTable
 

@@ -82,7 +82,7 @@ PATCHING = (
     ),
     Mutation(
         "config_shares_its_settings_with_the_record",
-        "rope_patch/patching/record.py",
+        "rope_patch/patching/config_settings.py",
         "setattr(config, key, copy.deepcopy(value))",
         "setattr(config, key, value)",
     ),
