@@ -235,9 +235,7 @@ def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
-    altered = "record was altered: transformers cannot build the table of its base_config"
-    assert altered in refused(tmp_path, "restore", "patched", "-o", "out")
-    assert altered in " ".join(invoke("doctor", tmp_path / "patched").stdout.split())
+    assert "record was altered" in refused(tmp_path, "restore", "patched", "-o", "out")
 
 
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
@@ -306,19 +304,8 @@ TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json"
 def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    training = (
-        "model.name=model",
-        "data.length=64",
-        "patch.method=yarn:factor=4",
-        "output=out",
-        "train.steps=1",
-        "train.warmup=0",
-    )
-    for words in (
-        ("compare", "model", "--methods", "default", *MEASURE, "-o", "out"),
-        ("finetune", *training, "data.allow_short=true", "model.dtype=float32", "train.precision=float32"),
-    ):
-        assert "model has no tokenizer that can be loaded: " in refused(tmp_path, *words)
+    words = [word.replace("DIR", "model") for word in COMMANDS["compare"]]
+    assert "model has no tokenizer" in refused(tmp_path, *words)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
@@ -326,18 +313,8 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
-    for words in (
-        ("apply", "model", "abf", "-o", "out"),
-        ("export", "model", "--to", "vllm", "-o", "out"),
-        ("compare", "model", "--methods", "default", *MEASURE, "-o", "out"),
-    ):
-        assert "model" in refused(tmp_path, *words)
-
-
-def test_a_folder_without_texts(tmp_path):
-    (tmp_path / "texts" / "inner").mkdir(parents=True)
-    line = refused(tmp_path, "analyze", BUNDLED, "--text", "texts", "--no-report", "-o", "out")
-    assert "holds no .txt file" in line
+    for command in ("apply", "export", "compare"):
+        assert "model" in refused(tmp_path, *(word.replace("DIR", "model") for word in COMMANDS[command]))
 
 
 WRITING = {
@@ -359,14 +336,6 @@ WRITING = {
 def refused_output(checkpoints, folder, command, output) -> str:
     places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
     return refused(folder, *(places.get(word, word) for word in WRITING[command]), output)
-
-
-@pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])
-def test_an_output_below_a_file(checkpoints, tmp_path, command):
-    (tmp_path / "file").write_text("")
-    line = refused_output(checkpoints, tmp_path, command, "file/out")
-    assert "file" in line
-    assert "Errno" not in line
 
 
 def test_every_command_that_writes_is_known_here():
