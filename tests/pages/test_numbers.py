@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
 
-LINK = re.compile(r"\]\((?:\.\./)*(benchmarks/results/[^)#]+)\)")
 NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w]|\.\d)")
 """A number that is no part of a name such as SmolLM2-135M."""
 
@@ -482,12 +481,6 @@ def test_numbers_agree_where_they_round_to_what_is_written(words: str, values: l
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "benchmarks" / "README.md"]
-
-
-def test_pages_link_to_results_that_exist() -> None:
-    named = {name for page in pages() for name in LINK.findall(page.read_text(encoding="utf-8"))}
-    assert named
-    assert not [name for name in named if not (ROOT / name).is_file()]
 
 
 def test_the_script_of_a_result_is_there_or_its_commit_is_named() -> None:
