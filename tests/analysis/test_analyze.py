@@ -54,9 +54,6 @@ def test_rows_fit_the_shortest_text_and_the_context():
 def test_the_builtin_texts_are_five_kinds():
     texts = builtin_domains()
     assert tuple(texts) == DOMAINS
-    assert sum("\u4e00" <= letter <= "\u9fff" for letter in texts["chinese"]) > 2000
-    assert " perché " in texts["italian"] and " because " in texts["english"]
-    compile(texts["python"], "python.txt", "exec")
     assert set(read_rows(TOKENIZER, window=256).groups) == set(DOMAINS)
 
 
@@ -234,8 +231,6 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     ("given", "message"),
     [
         (("--heads", "x"), "layer.head"),
-        (("--p", "half"), "p"),
-        (("--tokens", "1"), "tokens"),
         (("--text", "/nowhere"), "nowhere"),
     ],
 )

@@ -34,17 +34,9 @@ BUILD = "transformers cannot build the model|no tokenizer that can be loaded"
 CONFIGS = {
     "unknown rope_type": ({"rope_parameters": {"rope_type": "nonsense"}}, BUILD),
     "yarn without a factor": ({"rope_parameters": {"rope_type": "yarn"}}, BUILD),
-    "rope_theta of null": ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, BUILD),
     "pi by zero": ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "not finite"),
-    "yarn over a negative context": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1e4}, "max_position_embeddings": -64},
-        BUILD,
-    ),
     "a type that is a list": ({"model_type": ["llama"]}, BUILD),
     "an unknown type": ({"model_type": "unheard_of"}, BUILD),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, BUILD),
-    "a padding token beyond the vocabulary": ({"pad_token_id": 10**6}, BUILD),
-    "a negative head_dim": ({"head_dim": -2}, BUILD),
     "quantized by a word": ({"quantization_config": "4bit"}, BUILD),
     "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens"),
 }

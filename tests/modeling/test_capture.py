@@ -183,24 +183,6 @@ def test_zero_vectors_do_not_dilute_a_direction():
     assert key.circular_deviation[1].tolist() == pytest.approx([0] * 8, abs=1e-3)
 
 
-def test_rows_are_texts_of_their_own():
-    model, rows = model_of("llama"), text(90).view(3, 30)
-    got, singles = capture(model, rows), [capture(model, row) for row in rows]
-    assert (got.tokens, got.rows) == (90, 3)
-    for layer in got.layers:
-        parts = [single.layer(layer.index).key for single in singles]
-        torch.testing.assert_close(layer.key.mean, torch.stack([part.mean for part in parts]).mean(0))
-
-
-def test_key_heads_are_repeated_for_the_query_heads_they_serve():
-    layer = capture(model_of("llama"), text()[None]).layers[0]
-    assert (layer.groups, layer.key.heads) == (2, 2)
-    keys = layer.key_by_query_head
-    for head in range(4):
-        for name in ("mean", "radius", "circular_deviation", "mean_pairs"):
-            assert torch.equal(getattr(keys, name)[head], getattr(layer.key, name)[head // 2])
-
-
 def test_some_layers_alone():
     model, row, visited = model_of("gemma4-shared"), text(), {}
 
@@ -300,19 +282,6 @@ def test_dropout_is_off_meanwhile():
 # --- memory
 
 
-def test_what_is_kept_does_not_grow_with_the_text():
-    model = model_of("llama")
-
-    def size_after(tokens):
-        layers = capture(model, ids(tokens, 1), chunk=32).layers
-        return sum(
-            value.numel() for layer in layers for role in ROLES for value in vars(getattr(layer, role)).values()
-            if isinstance(value, torch.Tensor)
-        )  # fmt: skip
-
-    assert size_after(40) == size_after(300)
-
-
 def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
     def rows(tensor):
         return len(tensor) if tensor.shape[1:] in ((4, 8), (2, 8)) else 0
@@ -370,10 +339,6 @@ def test_a_capture_is_written_as_plain_arrays(tmp_path):
 def test_bad_input(tokens, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         capture(tiny_model(), tokens, **options)
-
-
-def test_two_tokens_are_enough():
-    assert bool(torch.isfinite(capture(model_of("llama"), torch.tensor([5, 6])).layers[0].query.mean).all())
 
 
 def test_a_head_or_layer_that_was_not_captured():
