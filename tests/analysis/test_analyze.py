@@ -116,15 +116,6 @@ def test_the_half_chord_by_hand():
 # --- the whole
 
 
-def test_the_public_function_reads_a_text_or_several_by_name():
-    model = small()
-    named = analyzed(model, p_values=[])
-    assert named.rows.name == "one, two" and set(named.rows.groups) == set(TEXTS)
-    single = rope_patch.analyze(model, TOKENIZER, TEXTS["one"], window=64, tokens=128, p_values=[])
-    assert single.capture.rows == 2 and single.p_sweep == ()
-    assert rope_patch.inspect(model).record is None
-
-
 def analyzed(model, **chosen):
     return rope_patch.analyze(model, TOKENIZER, TEXTS, window=64, tokens=256, **chosen)
 
@@ -203,6 +194,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.usefixtures("figures")
 def test_the_command_writes_what_it_says(folder, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()

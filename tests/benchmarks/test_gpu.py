@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support import pretended_gpu
 from support.forks import run_script
 
-import rope_patch
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
 
@@ -25,7 +22,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.full
-def test_a_rehearsal_runs_every_stage_once(tmp_path: Path) -> None:
+def test_a_rehearsal_runs_every_stage_once(tmp_path):
     output = tmp_path / "gpu.json"
     command = [str(FOLDER / "gpu.py"), "--tiny", "-o", str(output)]
     run_script(command, tmp_path / "log.txt")
@@ -42,7 +39,7 @@ def test_a_rehearsal_runs_every_stage_once(tmp_path: Path) -> None:
     assert " s\n" not in printed and "skipped" in printed
 
 
-def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
+def check_numbers(cells):
     """What must hold of the numbers whatever the machine is."""
     for cell in cells["a"].values():
         for method, found in cell.get("hidden_states", {}).items():
@@ -51,10 +48,7 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
     far = cells["a"]["positions-float32"]["against"]["the table in use"]
     assert far["patched, float32"]["1000000"] > 1e-3
     assert far["patched, float32"] == far["unpatched"]
-    assert all(cell["ratio"] > 0 for cell in cells["b"].values())
-    assert {"lora-8192", "lora-32768", "lora-131072"} <= cells["c"].keys()
-    for cell in cells["c"].values():
-        assert cell["mfu"] is None and cell["peak_tflops"] is None  # of a CPU no peak is known
+    assert all(cell["mfu"] is None for cell in cells["c"].values())  # of a CPU no peak is known
     for length in ("32768", "131072"):
         whole = cells["d"][f"perplexity-whole_logits-{length}"]["nll"]
         for side in ("one_pass", "chunked"):
@@ -62,40 +56,28 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
         answers = cells["d"][f"retrieval-generate-{length}"]["answers"]
         assert len(answers) == 5
         assert all(cells["d"][f"retrieval-{side}-{length}"]["answers"] == answers for side in ("ours", "chunked"))
-    blocks, decoded = ([c for name, c in cells["e"].items() if name.startswith("blocks") is b] for b in (True, False))
-    assert len(blocks) == 6 and all(cell["seconds_of_pass"] > 0 for cell in blocks)
-    for cell in decoded:
-        assert cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0
-
-
-@pretended_gpu.on("cuda")
-def test_a_random_model_on_a_gpu_has_the_table_that_a_patch_computes_on_the_cpu(tmp_path: Path) -> None:
-    model = base.Setting(tiny=True, device="cuda", text=()).random_model("llama-3.2-1b")
-    original = model.model.rotary_emb.inv_freq.cpu()
-    rope_patch.apply(model, "default")
-    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), original)
-    on_gpu = 1 / 10000 ** (torch.arange(0, 16, 2, device="cuda") / 16)
-    assert not torch.equal(on_gpu.cpu(), original), "computed there it would differ"
+    decoded = [cell for name, cell in cells["e"].items() if not name.startswith("blocks")]
+    assert all(cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0 for cell in decoded)
 
 
 # --- what stops a run, with cells that measure nothing
 
 
-def raises(error: BaseException) -> Any:
-    def measure(done: Any) -> dict[str, Any]:
+def raises(error):
+    def measure(done):
         raise error
 
     return measure
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> Any:
+def suite(tmp_path):
     """Runs a stage of cells, each a name with the value it finds or a function; returns the suite and the report."""
 
-    def cell(name: str, found: Any) -> Any:
+    def cell(name, found):
         return base.Cell(name, 60.0, found if callable(found) else lambda done: {"value": found})
 
-    def run(cells: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run(cells):
         stage = base.Stage("x", "a stage", "what", lambda _: [cell(*each) for each in cells.items()])
         made = running.Suite(base.Setting(tiny=True, device="cpu", text=()), tmp_path / "gpu.json", 1000.0)
         made.run([stage])
@@ -104,11 +86,11 @@ def suite(tmp_path: Path) -> Any:
     return run
 
 
-def values(stage: dict[str, Any]) -> dict[str, Any]:
+def values(stage):
     return {name: cell["value"] for name, cell in stage["cells"].items()}
 
 
-def test_an_interrupted_run_keeps_what_is_finished(suite: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_what_is_finished(suite, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         suite({"one": 1, "two": raises(KeyboardInterrupt()), "three": 3})
     assert values(json.loads((tmp_path / "gpu.json").read_text())["stages"]["x"]) == {"one": 1}
@@ -116,7 +98,7 @@ def test_an_interrupted_run_keeps_what_is_finished(suite: Any, tmp_path: Path) -
     assert values(stage) == {"one": 1, "two": 2, "three": 3}
 
 
-def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite: Any) -> None:
+def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite):
     cells = {"large": raises(torch.OutOfMemoryError("needs 200 GiB\nmore")), "wrong": raises(ValueError("no such"))}
     made, stage = suite({**cells, "last": 1})
     assert stage["cells"]["large"]["out_of_memory"] == "needs 200 GiB" and "value" in stage["cells"]["last"]
@@ -128,7 +110,7 @@ def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite: Any) -> No
 # --- the stages
 
 
-def test_shares_of_the_peak_by_hand() -> None:
+def test_shares_of_the_peak_by_hand():
     """Ten times the seconds of a plan that assumes 30 % of 989: 3 % of the same peak, 6 % of half of it."""
     planned = plan("Llama-3.1-8B", length=8192)
     done = training.step_flops(planned)

@@ -25,7 +25,6 @@ from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statisti
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures
 from rope_patch.reports.analysis import token_text
-from rope_patch.reports.analysis_figures import kinds
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 from rope_patch.runtime.page import Figure, render, write
 from rope_patch.texts.domains import TextRows
@@ -318,20 +317,6 @@ def test_the_longest_pairs_are_drawn_over_distance_once_for_a_key_head():
         means = [float(values[a:b].mean()) for a, b in itertools.pairwise(distances)]
         numpy.testing.assert_allclose(line.get_ydata(), means)
     numpy.testing.assert_allclose(others.get_ydata(), every.get_ydata() - one.get_ydata())
-
-
-def test_layers_of_two_tables_are_apart():
-    analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
-    assert [(name, [layer.index for layer in layers]) for name, layers in kinds(analysis.capture)] == [
-        ("sliding_attention, 64 tokens", [0, 2, 4]),
-        ("full_attention, 4096 tokens", [1, 3]),
-    ]
-    shown = [axes for axes in analysis_figures.head_norms(analysis).draw().axes if axes.images]
-    queries = next(axes for axes in shown if axes.get_title(loc="left") == "full_attention, 4096 tokens\nqueries")
-    expected = torch.cat([analysis.capture.layer(i).query.mean_norm for i in (1, 3)])
-    numpy.testing.assert_allclose(queries.images[0].get_array().data, expected)
-    named = dict(zip(queries.get_yticks(), (label.get_text() for label in queries.get_yticklabels()), strict=True))
-    assert named == {0: "1.0", 1: "1.1", 4: "3.0", 5: "3.1"}, "heads 0 and 1 of a layer are positional"
 
 
 # --- real models -----------------------------------------------------------------------------------------------------

@@ -126,15 +126,6 @@ def test_no_map_is_drawn_where_each_length_has_one_depth(monkeypatch):
     assert len(shown(row("m", [1.0])).all("img")) == 1  # the curves
 
 
-def test_a_map_without_a_number_and_panels_in_even_rows():
-    grids = {f"m{i}": [[math.nan, 0.5, 1.0]] for i in range(7)}
-    figure = plots.retrieval_heatmap(grids, lengths=(4096, 5, 6), depths=(0.25,), title="t")
-    assert [text.get_text() for text in figure.axes[0].texts][:2] == ["–", "0.50"]
-    assert figure.axes[0].images[0].get_array().mask[0].tolist() == [True, False, False]
-    assert figure.axes[6].get_xticklabels()[0].get_text() == "4096"
-    assert [axes.get_subplotspec().rowspan.start for axes in figure.axes[:7]] == [0, 0, 0, 0, 1, 1, 1]
-
-
 def test_curves_have_units_and_the_trained_length_where_they_get_there():
     curves = {"m0": ([1.0, 2.0], [3.0, 4.0])}
     (axes,) = plots.perplexity_by_position(curves, trained_length=2, title="t").axes

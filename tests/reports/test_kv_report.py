@@ -35,10 +35,10 @@ def shown(check):
     return Page(render(kv_report.page(check)))
 
 
-def of_rows(checked, *rows, **changes):
+def of_rows(checked, *rows):
     """A check of one method with rows that were made by hand."""
     captures = {"m": checked.captures["default"]}
-    return replace(checked, rows=rows, spec=rows[0].scores.spec, captures=captures, **changes)
+    return replace(checked, rows=rows, spec=rows[0].scores.spec, captures=captures)
 
 
 def change(check, row, length):
@@ -46,12 +46,12 @@ def change(check, row, length):
     return check.change(row, METRICS["perplexity"], Span(length, 0))
 
 
-def unsafe(checked, name="a", **changes):
+def unsafe(checked):
     """A check with one format that is unsafe, one that is safe and one that is undecided."""
-    rows = [by_hand("none", BASE), by_hand(name, off(0.5, 0.51, 0.49, 0.5))]
+    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5))]
     rows += [by_hand("ok", BASE, bits=5.0)]
     rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), bits=8.0)]
-    return of_rows(checked, *rows, **changes)
+    return of_rows(checked, *rows)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -159,10 +159,7 @@ def test_what_is_unsafe_is_attributed(checked, figures):
     ]
 
 
-def test_hostile_names_and_infinities(checked, figures):
-    evil = "<script>&$x$"
-    text = render(kv_report.page(unsafe(checked, evil, model=evil, text=evil)))
-    assert "<script" not in text and "".join(Page(text).text).count(evil) >= 5
+def test_infinities_are_said_in_words(checked, figures):
     one = of_rows(checked, by_hand("none", [1.0]), by_hand("a", [900.0]))
     words = "".join(shown(one).text)
     assert not re.search(r"\b(nan|inf|None)\b", words) and "over +1000 %" in words
