@@ -126,14 +126,6 @@ def test_retrieval_and_compare_give_what_a_cpu_gives(tmp_path):
 
 
 @gpu.on("cuda")
-def test_kv_check_finds_the_attention_layers_once_and_once_more_for_the_statistics_of_a_method(tmp_path):
-    model = small().to("cuda")
-    counted(lambda: rope_patch.kv_check(model, TOKENIZER, FORMATS[2:], SPEC))
-    finding = sum(number for place, number in gpu.waits.items() if "attention_probe" in place)
-    assert finding == 2 * 35  # the outputs of 2 layers and their modules
-
-
-@gpu.on("cuda")
 def test_a_layer_attends_over_a_quantized_cache_in_one_block_of_kernels(tmp_path):
     model = small().to("cuda")
     assert 4 * 1024**2 * model.config.num_attention_heads == 4 * CACHE_BLOCK_BYTES  # four blocks on a CPU

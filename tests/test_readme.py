@@ -139,24 +139,6 @@ def test_what_is_your_own_can_stand_in_the_folders_of_the_package(tmp_path):
     assert ended.stdout == "True True True\n", ended.stderr
 
 
-@pytest.mark.usefixtures("own_methods")
-def test_a_method_of_your_own():
-    code = contributed('name="slower"')
-    assert len(code.splitlines()) <= 24
-    space: dict[str, object] = {"__name__": "contributing"}
-    before = set(METHODS)
-    exec(compile(code, "your-own.md", "exec", dont_inherit=True), space)
-    (name,) = set(METHODS) - before
-    method = METHODS[name]()
-    from support.tiny import tiny_model
-
-    import rope_patch
-
-    patch = rope_patch.apply(tiny_model(), str(method))
-    assert patch.after[None].inv_freq.tolist() == pytest.approx((patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6)
-    rope_patch.verify(patch._location.model)
-
-
 @pytest.mark.full
 def test_the_page_on_additions_is_one_module_and_its_commands_run(tmp_path):
     """In a process of its own, since what a module defines stays."""

@@ -21,7 +21,6 @@ from rope_patch.analysis.outliers import (
     mean_pairs,
     outlier_pairs,
     outlier_sentence,
-    recall,
 )
 from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capture
@@ -144,13 +143,6 @@ BELOW = ("offset feature", "partial turn", "unrotated")
 
 
 def test_bounds_are_of_the_table_and_the_window_in_use():
-    model = tiny_model("llama", rope_parameters=LLAMA3, max_position_embeddings=512)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config)
-    got = first_head(capture(model, ids(20, 1)))
-    below = (expected.double() < TAU / 512).tolist()
-    assert [pair.kind in BELOW for pair in got] == below
-    assert [pair.angle for pair in got] == pytest.approx((math.pi + 256 * expected.double()).tolist())
-    assert (frequencies.geometric(1e4, 16) < TAU / 512).tolist() != below, "the plain table has others"
     model = model_of("llama")
     with rope_patch.patched(model, "p_rope", p=0.5):
         got = first_head(capture(model, text()))
@@ -186,21 +178,6 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk):
         assert key.kind == ("offset feature" if is_one else "partial turn" if is_below else "full turns")
         offsets += is_one
     assert 10 < offsets < len(keys) - 10, "some satisfy the definition, some do not"
-
-
-def test_the_recall_of_the_bounds_is_that_of_a_scan():
-    drawn_phi, arrays = draw()
-    got = capture(planted(*arrays), ids(30, 1))
-    radius = arrays[2].repeat_interleave(GROUPS, 1)
-    table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
-    for least in (6.0, 12.0):
-        long = (radius > least).nonzero().tolist()
-        slow = [CONTEXT * table[at[2]] < TAU for at in long]
-        offset = [is_offset(float(drawn_phi[tuple(at)]), table[at[2]], CONTEXT) for at in long]
-        expected = {"radius": least, "outliers": len(long), "below": sum(slow) / len(long)}
-        row = recall([pair for pair in mean_pairs(got) if pair.radius > least], least)
-        assert row == pytest.approx({**expected, "beyond": sum(offset) / len(long)})
-    assert math.isnan(recall([], 99.0)["below"])
 
 
 @pytest.mark.parametrize("name", ["llama-yarn", "phi", "glm"])
@@ -258,9 +235,7 @@ def test_a_long_bias_is_named_before_a_text_is_read(name, module, row, features)
     median = torch.cat([layer.key.radius.flatten() for layer in capture(model, ids(64, 1)).layers]).median()
     assert bias.ratio == pytest.approx(500 / float(median), rel=0.3)
     (sentence,) = bias_sentences([bias])
-    assert sentence.startswith(
-        f"{module} of layer 1 has a bias of 500 in pair 1, {bias.ratio:.0f} times the median key:"
-    )
+    assert sentence.startswith(f"{module} of layer 1 has a bias of 500 in pair 1, {bias.ratio:.0f} times")
 
 
 def test_models_without_biases_are_silent():

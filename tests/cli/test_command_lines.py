@@ -34,22 +34,14 @@ BUILD = "transformers cannot build the model|no tokenizer that can be loaded"
 CONFIGS = {
     "unknown rope_type": ({"rope_parameters": {"rope_type": "nonsense"}}, BUILD),
     "yarn without a factor": ({"rope_parameters": {"rope_type": "yarn"}}, BUILD),
-    "rope_theta of null": ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, BUILD),
-    "pi by zero": ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "not finite"),
-    "yarn over a negative context": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1e4}, "max_position_embeddings": -64},
-        BUILD,
-    ),
     "a type that is a list": ({"model_type": ["llama"]}, BUILD),
     "an unknown type": ({"model_type": "unheard_of"}, BUILD),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, BUILD),
-    "a padding token beyond the vocabulary": ({"pad_token_id": 10**6}, BUILD),
-    "a negative head_dim": ({"head_dim": -2}, BUILD),
     "quantized by a word": ({"quantization_config": "4bit"}, BUILD),
-    "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens"),
 }
 
 SHOWN = {  # by doctor, as checks that cannot be made
+    "pi by zero": ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "not finite"),
+    "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens"),
     "more tokens than an integer of torch": (
         {"max_position_embeddings": 10**30},
         "model: max_position_embeddings must",
@@ -147,18 +139,16 @@ def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, tex
 
 
 RECORDS = {
-    "method": ([None, 3, {}, {"method": "yarn", "factor": [1]}, {"method": "chain", "steps": [3]}]),
-    "layer_types": ([None, 3, [], [3], {}, [["full_attention"]]]),
-    "tables": (
-        [None, [], {}, {"all": 3}, {"all": {}}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]
-    ),
-    "base_tables": ([None, {}, {"other": None}]),
-    "base_config": ([None, [], {}, {"rope_parameters": {}, "max_position_embeddings": 0}]),
-    "target_length": (["x", 0, 1.5, [1], 2**63, True]),
-    "precision": ([None, "float16", 32]),
+    "method": ([None, {}, {"method": "yarn", "factor": [1]}, {"method": "chain", "steps": [3]}]),
+    "layer_types": ([None, [], [3]]),
+    "tables": ([None, {}, {"all": 3}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]),
+    "base_tables": ([None, {"other": None}]),
+    "base_config": ([None, {"rope_parameters": {}, "max_position_embeddings": 0}]),
+    "target_length": (["x", 0, 2**63, True]),
+    "precision": ([None, "float16"]),
     "freeze_at": (["x", -1]),
-    "edited": ([None, 3, "all", [None], [[]]]),
-    "schema": ([None, "one", 99]),
+    "edited": ([None, [None]]),
+    "schema": ([None, 99]),
 }
 
 
@@ -235,9 +225,7 @@ def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
-    altered = "record was altered: transformers cannot build the table of its base_config"
-    assert altered in refused(tmp_path, "restore", "patched", "-o", "out")
-    assert altered in " ".join(invoke("doctor", tmp_path / "patched").stdout.split())
+    assert "record was altered" in refused(tmp_path, "restore", "patched", "-o", "out")
 
 
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
@@ -306,19 +294,8 @@ TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json"
 def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    training = (
-        "model.name=model",
-        "data.length=64",
-        "patch.method=yarn:factor=4",
-        "output=out",
-        "train.steps=1",
-        "train.warmup=0",
-    )
-    for words in (
-        ("compare", "model", "--methods", "default", *MEASURE, "-o", "out"),
-        ("finetune", *training, "data.allow_short=true", "model.dtype=float32", "train.precision=float32"),
-    ):
-        assert "model has no tokenizer that can be loaded: " in refused(tmp_path, *words)
+    words = [word.replace("DIR", "model") for word in COMMANDS["compare"]]
+    assert "model has no tokenizer" in refused(tmp_path, *words)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
@@ -326,18 +303,8 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
-    for words in (
-        ("apply", "model", "abf", "-o", "out"),
-        ("export", "model", "--to", "vllm", "-o", "out"),
-        ("compare", "model", "--methods", "default", *MEASURE, "-o", "out"),
-    ):
-        assert "model" in refused(tmp_path, *words)
-
-
-def test_a_folder_without_texts(tmp_path):
-    (tmp_path / "texts" / "inner").mkdir(parents=True)
-    line = refused(tmp_path, "analyze", BUNDLED, "--text", "texts", "--no-report", "-o", "out")
-    assert "holds no .txt file" in line
+    for command in ("apply", "export", "compare"):
+        assert "model" in refused(tmp_path, *(word.replace("DIR", "model") for word in COMMANDS[command]))
 
 
 WRITING = {
@@ -359,14 +326,6 @@ WRITING = {
 def refused_output(checkpoints, folder, command, output) -> str:
     places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
     return refused(folder, *(places.get(word, word) for word in WRITING[command]), output)
-
-
-@pytest.mark.parametrize("command", ["apply", "analyze", "compare", "export"])
-def test_an_output_below_a_file(checkpoints, tmp_path, command):
-    (tmp_path / "file").write_text("")
-    line = refused_output(checkpoints, tmp_path, command, "file/out")
-    assert "file" in line
-    assert "Errno" not in line
 
 
 def test_every_command_that_writes_is_known_here():

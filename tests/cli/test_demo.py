@@ -21,16 +21,13 @@ def test_quick_demo(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.extend.default_tokens", lambda model: 13 * 1024)  # two windows at first
     result = invoke("demo", "--quick")
     assert result.exit_code == 0
-    assert "plain transformers gives the same logits, bit for bit" in result.stderr
+    assert "bit for bit" in result.stderr
     shown = shlex.split(result.stderr.splitlines()[0])
     assert shown[:3] == ["$", "rope-patch", "extend"]
     record = json.loads((tmp_path / "rope-patch-demo" / "rope_patch_extend.json").read_text())
     assert record["chosen"] == "yarn:factor=4"
-    default, yarn, nope = record["rounds"][0]["rows"]
-    assert (default["method"], yarn["method"], nope["method"]) == ("default", "yarn:factor=4", "nope")
     assert "yarn:factor=4" in result.stdout
-    report = (tmp_path / "rope-patch-demo" / "report.html").read_text()
-    assert "yarn:factor=4 was chosen. The price: within the trained 256 tokens" in report
+    assert "yarn:factor=4 was chosen" in (tmp_path / "rope-patch-demo" / "report.html").read_text()
     saved = rope_patch.load(tmp_path / "rope-patch-demo")
     assert saved.config.max_position_embeddings == 1024
     assert str(rope_patch.verify(saved).record.to_method()) == "yarn:factor=4"

@@ -59,12 +59,6 @@ def test_a_method_that_returns_nothing_is_named(folder):
     assert done.returncode == 2 and said in done.stderr and not (folder / "out").exists()
 
 
-def test_a_module_that_is_not_there_is_named(folder):
-    done = child(folder, "methods", "--import", "no_methods")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "no_methods" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_every_command_that_names_methods_or_reads_a_patch_has_the_option():
     having = {name for name, options in COMMANDS.items() if any(leaf.flag == "--import" for leaf in leaves(options))}
     assert having == set(COMMANDS) - {"plan", "demo", "tasks", "recipes"}

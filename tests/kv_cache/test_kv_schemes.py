@@ -127,8 +127,6 @@ def test_errors_name_the_scheme_and_what_is_wrong(text, word):
     ("made", "options", "word"),
     [
         (Scheme, {"residual": -1}, "residual"),
-        (Scheme, {"value": Side("int4", pre=True)}, "keys"),
-        (Side, {"format": "int1"}, "int1"),
         (Side, {"format": "int4", "axis": "row"}, "row"),
         (Side, {"format": "int4", "group": -1}, "token-1"),
     ],
@@ -274,16 +272,6 @@ def test_scales_of_four_bit_floats_are_powers_of_two_or_float8():
     assert float(fake_quantize(x, side("nvfp4"))[0, 0, 0, 0]) == 6 * 1.125  # 7 / 6 lies between 1.125 and 1.25
     assert torch.equal(fake_quantize(0 * x, side("nvfp4")), 0 * x)
     assert float(fake_quantize(1e4 * x, side("nvfp4")).max()) == 6 * 448  # the largest that a scale of 1 can hold
-
-
-def test_kvarn_makes_an_outlier_token_and_an_outlier_channel_harmless():
-    x = torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(0))
-    long = x.clone()
-    long[:, :, 7] *= 50
-    long[:, :, :, 3] *= 50
-    for text, plain in (("kvarn4.channel128", "int4.channel128"), ("kvarn4", "int4")):
-        errors = [(fake_quantize(long, side(name)) - long)[:, :, 8:, 4:].std() for name in (text, plain)]
-        assert errors[0] < 0.2 * errors[1]
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q5_0", "q4_0"])

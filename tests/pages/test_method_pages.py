@@ -23,11 +23,11 @@ PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
 SMOLLM2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "max_position_embeddings": 8192}
 
 
-def blocks(page: Path, kind: str) -> list[str]:
+def blocks(page, kind):
     return re.findall(rf"```{kind}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def formula(page: Path) -> dict[str, object]:
+def formula(page):
     """What the formula of a page defines."""
     (code,) = blocks(page, "python")
     space: dict[str, object] = {}

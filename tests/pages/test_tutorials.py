@@ -53,7 +53,7 @@ SMALLER = {
 """What stands in a tutorial, and what a test has in its place."""
 
 
-def in_this_process(commands: str) -> str:
+def in_this_process(commands):
     """Run commands without new interpreters, which would import torch anew."""
     printed = ""
     for line in commands.splitlines():
@@ -71,19 +71,19 @@ def in_this_process(commands: str) -> str:
 class Llama:
     """A stand-in for llama.cpp's binding, which the engine tests run; it answers with the digits it was asked for."""
 
-    def __init__(self, path: str, **options: Any) -> None:
+    def __init__(self, path, **options):
         assert Path(path).is_file()
 
-    def tokenize(self, text: bytes) -> list[int]:
+    def tokenize(self, text):
         return list(text)
 
-    def generate(self, tokens: list[int], temp: float) -> Any:
+    def generate(self, tokens, temp):
         yield from re.search(rb"\d{5}", bytes(tokens))[0]
 
-    def detokenize(self, tokens: list[int]) -> bytes:
+    def detokenize(self, tokens):
         return bytes(tokens)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -98,7 +98,7 @@ EXPECTED = {
 """What each tutorial prints."""
 
 
-def read(path: Path) -> str:
+def read(path):
     """Return a page; the cells of code of a notebook become blocks of Python."""
     page = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
@@ -107,7 +107,7 @@ def read(path: Path) -> str:
     return "".join(f"```python\n{cell}\n```\n" for cell in cells)
 
 
-def run_blocks(page: str) -> str:
+def run_blocks(page):
     """Run the blocks of commands and Python of a page in order, in one namespace; return what they print."""
     space: dict[str, Any] = {"__name__": "tutorial"}
     printed = io.StringIO()
@@ -123,7 +123,7 @@ def run_blocks(page: str) -> str:
 @pytest.mark.parametrize(
     "path", [full(path) if path.stem == "adapt" else path for path in PAGES], ids=lambda path: path.stem
 )
-def test_a_tutorial_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tutorial_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))
     monkeypatch.setenv("MPLBACKEND", "agg")

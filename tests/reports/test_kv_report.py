@@ -35,10 +35,10 @@ def shown(check):
     return Page(render(kv_report.page(check)))
 
 
-def of_rows(checked, *rows, **changes):
+def of_rows(checked, *rows):
     """A check of one method with rows that were made by hand."""
     captures = {"m": checked.captures["default"]}
-    return replace(checked, rows=rows, spec=rows[0].scores.spec, captures=captures, **changes)
+    return replace(checked, rows=rows, spec=rows[0].scores.spec, captures=captures)
 
 
 def change(check, row, length):
@@ -46,12 +46,12 @@ def change(check, row, length):
     return check.change(row, METRICS["perplexity"], Span(length, 0))
 
 
-def unsafe(checked, name="a", **changes):
+def unsafe(checked):
     """A check with one format that is unsafe, one that is safe and one that is undecided."""
-    rows = [by_hand("none", BASE), by_hand(name, off(0.5, 0.51, 0.49, 0.5))]
+    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5))]
     rows += [by_hand("ok", BASE, bits=5.0)]
     rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), bits=8.0)]
-    return of_rows(checked, *rows, **changes)
+    return of_rows(checked, *rows)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -65,7 +65,6 @@ def test_costs_by_hand():
         Cost("lost", 3.0, math.nan, math.nan, math.nan, "unsafe"),
     ]
     figure = costs({"m": rows, "n": rows[:2]}, title="t", xlabel="x [%]", logarithmic=True, limit=2.0)
-    assert figure.get_supxlabel() == "x [%]"
     first, second = figure.axes
     assert first.get_title(loc="left") == "m" and first.get_xscale() == "symlog"
     names = [label.get_text() for label in first.get_yticklabels()]
@@ -75,8 +74,6 @@ def test_costs_by_hand():
     bars = [line.get_xydata().tolist() for line in first.lines if line.get_marker() == "None"]
     assert [[4, 2], [6, 2]] in bars and len(bars) == 1 + 2  # its interval, zero and what is tolerated
     assert len(second.lines) == 2 + 2 + 1
-    legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == ["full precision", "unsafe", "undecided"]
 
 
 def test_figures_show_the_check(checked, figures):
@@ -162,23 +159,9 @@ def test_what_is_unsafe_is_attributed(checked, figures):
     ]
 
 
-def test_hostile_names_and_infinities(checked, figures):
-    evil = "<script>&$x$"
-    text = render(kv_report.page(unsafe(checked, evil, model=evil, text=evil)))
-    assert "<script" not in text and "".join(Page(text).text).count(evil) >= 5
+def test_infinities_are_said_in_words(checked, figures):
     one = of_rows(checked, by_hand("none", [1.0]), by_hand("a", [900.0]))
     words = "".join(shown(one).text)
     assert not re.search(r"\b(nan|inf|None)\b", words) and "over +1000 %" in words
     ok = of_rows(checked, by_hand("none", [1.0]), by_hand("a", [1.0]))
     assert "No format is unsafe." in "".join(shown(ok).text)
-
-
-def test_what_rounds_nothing_is_told_from_what_is_undecided(figures):
-    asked = {**ASKED, "windows": 1}
-    check = check_cache(small(), TOKENIZER, ["kivi-2", "k=none;v=int2.token"], lengths=[40], **asked)
-    page = shown(check)
-    rows = {row[0]: row for row in page.table("40 tokens")[1:]}
-    assert rows["kivi-2"][1] == "rounds nothing"
-    assert rows["k=none;v=int2.token"][1] in ("safe", "unsafe", "undecided")
-    words = "".join(page.text)
-    assert "kivi-2 rounds nothing at 40 tokens" in words
