@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
-from support.evaluated import answered, result_of
+from support.evaluated import answered, perplexity_of, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.perplexity.result import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
 from rope_patch.extending.choose_method import MethodEvaluator
 from rope_patch.tables import RotaryTable
@@ -25,27 +24,18 @@ def row(method, within=2.0, end=2.0, right=(20, 20), spread=0.0, trained=False, 
 
     The losses of other methods differ from those by the same in every window, unless they have a spread of their own.
     """
-    sizes = [stop - start - (start == 0) for start, stop in itertools.pairwise(EDGES)]
-    documents = []
-    for i, apart in enumerate(SPREAD):
-        extra = apart + spread * (-1) ** i
-        nll = tuple(
-            n * ((within if stop <= TRAINED else end) + extra) for n, stop in zip(sizes, EDGES[1:], strict=True)
-        )
-        documents.append(DocumentScore(f"w{i}", tuple(sizes), nll, sum(sizes), sum(nll), None))
-    buckets = tuple(
-        Bucket(start, stop, 10 * n, within if stop <= TRAINED else end)
-        for start, stop, n in zip(EDGES[:-1], EDGES[1:], sizes, strict=True)
-    )
-    text = PerplexityResult(within, 310, None, 10, 32, 32, 32, buckets, tuple(documents))
+    losses = [
+        [(within if stop <= TRAINED else end) + apart + spread * (-1) ** i for stop in EDGES[1:]]
+        for i, apart in enumerate(SPREAD)
+    ]
 
     def samples(hits):
         return tuple(answered("1", "1", i < hits, -0.1 if i < hits else wrong - 0.1 * i) for i in range(prompts))
 
     cells = tuple(RetrievalCell(n, 0.5, samples(hits)) for n, hits in zip((TRAINED, TARGET), right, strict=True))
     table = RotaryTable(torch.ones(2), 1.0, rope_type="yarn", rope_theta=1e4, max_position_embeddings=TRAINED)
-    scores = result_of(text, RetrievalResult("passkey", cells, 0, "text", "", None, ()))
-    return Row(method, scores, (table,), trained)
+    answers = RetrievalResult("passkey", cells, 0, "text", "", None, ())
+    return Row(method, result_of(perplexity_of(losses, EDGES), answers), (table,), trained)
 
 
 UNPATCHED = row("default", end=4.0, right=(20, 0))
@@ -63,11 +53,8 @@ def choose(*rows, **options):
 def test_retrieval_at_the_target_decides_first():
     found = choose(row("yarn", end=2.2), row("ntk", end=2.0, right=(20, 10)))
     assert found.method == "yarn"
-    assert found.reason == (
-        "yarn: 20 of 20 prompts of 32 tokens are answered, the log-probability of right answers is −0.10, perplexity "
-        "is 9.03 at positions 16 to 32; ahead of ntk in the log-probability of right answers"
-    )
-    assert not found.unconfirmed
+    numbers = ("20 of 20", "−0.10", "9.03 at positions 16 to 32", "ahead of ntk in the log-probability")
+    assert all(number in found.reason for number in numbers) and not found.unconfirmed
 
 
 def test_what_answers_nothing_is_unconfirmed_and_more_is_asked():
@@ -75,11 +62,8 @@ def test_what_answers_nothing_is_unconfirmed_and_more_is_asked():
     unpatched = row("default", end=4.0, right=(3, 0), prompts=3, wrong=-16.0)
     idle = row("p_rope", end=3.9, right=(3, 0), prompts=3, wrong=-14.0)
     found = choose(idle, unpatched=unpatched)
-    assert found.method == "p_rope" and found.unconfirmed.startswith(
-        "at 32 tokens it answers 0 of 3 prompts, where the unpatched model answers 3 of 3 at 16"
-    )
-    scores = evaluator(idle, unpatched=unpatched)
-    assert not scores.settled(), "the next round asks more"
+    assert found.method == "p_rope" and all(share in found.unconfirmed for share in ("0 of 3", "3 of 3 at 16"))
+    assert not evaluator(idle, unpatched=unpatched).settled(), "the next round asks more"
     many = row("p_rope", end=3.9, right=(20, 0), wrong=-14.0)
     assert choose(many, unpatched=row("default", end=4.0, right=(20, 0), wrong=-16.0)).method is None
 
@@ -103,14 +87,11 @@ def test_the_least_costly_wins_between_those_that_nothing_tells_apart():
     """.001 nats apart on average at the target, with .05 of noise in every window; .005 apart within the context."""
     found = choose(row("mrrope", within=2.008), row("yarn", within=2.003, end=2.001, spread=0.05))
     assert found.method == "yarn"
-    assert found.reason.endswith(
-        "; not significantly different from mrrope, and the least costly of them within the trained context"
-    )
-    assert found.cost.startswith("within the trained 16 tokens perplexity changes by +0.30 % (")
-    assert found.cost.endswith("); training (--train) or a smaller --length than 32 lowers that")
+    assert "different from mrrope" in found.reason
+    assert "+0.30 %" in found.cost and "--train" in found.cost
     clear = choose(row("mrrope", within=2.008), row("yarn", within=2.003, end=2.05))
     assert clear.method == "mrrope"
-    assert "lowers that" not in choose(row("yarn", within=1.99)).cost
+    assert "--train" not in choose(row("yarn", within=1.99)).cost
 
 
 def test_one_prompt_fewer_does_not_drop_the_method_that_reads_better():
@@ -138,15 +119,6 @@ def test_few_prompts_refuse_nothing_and_the_choice_is_called_unconfirmed(prompts
     assert found.reason.endswith(more) == (right < prompts)
 
 
-def test_the_reason_names_what_answers_more_but_reads_worse():
-    found = choose(row("yarn", right=(20, 19)), row("abf", end=2.2, within=2.005))
-    assert found.method == "yarn"
-    assert found.reason.endswith(
-        "; ahead of abf in perplexity; abf answers 20 of 20, and changes perplexity within the trained context by "
-        "+0.50 %"
-    )
-
-
 @pytest.mark.parametrize(("rise", "chosen"), [(0.0099, "yarn"), (0.0101, None)])
 def test_no_more_is_lost_within_the_context_than_is_allowed(rise, chosen):
     found = choose(row("yarn", within=2.0 + math.log1p(rise)))
@@ -157,15 +129,14 @@ def test_one_that_costs_too_much_gives_way_to_the_next():
     found = choose(row("yarn", within=2.1, end=1.9), row("ntk", end=2.2, right=(20, 15)))
     assert found.method == "ntk"
     assert [one.method for one in found.evaluated] == ["ntk", "yarn"]
-    assert found.evaluated[1].failures == (
-        "within the trained 16 tokens perplexity changes by +10.5 %, where +1.00 % are allowed",
-    )
+    (failure,) = found.evaluated[1].failures
+    assert "+10.5 %" in failure and "+1.00 %" in failure
 
 
 def test_where_all_cost_too_much_the_advice_names_the_tolerance_that_would_do():
     found = choose(row("yarn", within=2.1), row("ntk", within=2.05, right=(20, 18)))
     assert found.method is None
-    assert any("a --tolerance of 0.052 or more: ntk is the least costly" in sentence for sentence in found.advice)
+    assert any("--tolerance of 0.052" in sentence and "ntk" in sentence for sentence in found.advice)
     assert choose(row("yarn", within=2.1), row("ntk", within=2.05, right=(20, 18)), tolerance=0.052).method == "ntk"
 
 
@@ -173,7 +144,7 @@ def test_fewer_than_half_of_the_prompts_do_not_reach_the_target():
     """By hand: Wilson's interval of 5 of 20 ends at .47, and that of 6 at .52."""
     found = choose(row("yarn", right=(20, 5)))
     assert found.method is None
-    assert "at 32 tokens it answers 5 of 20 prompts, where the unpatched model answers 20 of 20 at 16" in found.reason
+    assert "5 of 20" in found.reason and "20 of 20 at 16" in found.reason
     assert choose(row("yarn", right=(20, 6))).method == "yarn"
 
 
@@ -183,7 +154,7 @@ def test_a_model_that_answers_nothing_is_evaluated_by_perplexity():
     assert choose(row("yarn", end=2.22, right=(0, 0)), unpatched=mute).method == "yarn"
     found = choose(row("yarn", end=2.23, right=(0, 0)), unpatched=mute)
     assert found.method is None
-    assert "perplexity is 9.30, where that of the unpatched model is 7.39 at positions 8 to 16" in found.reason
+    assert "9.30" in found.reason and "7.39 at positions 8 to 16" in found.reason
 
 
 def test_few_windows_of_unlike_text_prove_no_rise_of_perplexity():
@@ -198,8 +169,7 @@ def test_few_windows_of_unlike_text_prove_no_rise_of_perplexity():
 def test_a_model_that_reads_as_far_without_a_patch_gets_none():
     found = choose(row("yarn"), unpatched=row("default"))
     assert found.method is None
-    assert found.reason.endswith("yarn, and at 32 tokens it is not shown to be better than the unpatched model")
-    assert "a larger --budget: more windows and prompts tell smaller differences apart" in found.advice
+    assert "not shown" in found.reason and any("--budget" in sentence for sentence in found.advice)
 
 
 def test_before_a_training_the_best_at_the_target_is_chosen_whatever_it_costs():
@@ -230,14 +200,6 @@ def test_what_alone_answers_is_measured_further():
     assert evaluator(*reads_well, costly, unpatched=unpatched).leaders(2) == ["yarn", "ntk"], "it cannot be chosen"
     hardly = row("abf", end=2.2, right=(1, 0), prompts=1, wrong=-5.91)
     assert evaluator(*reads_well, hardly, unpatched=unpatched).leaders(2) == ["yarn", "ntk"]
-
-
-def test_an_idle_method_takes_no_place_from_one_that_answers():
-    """The idle ones keep the conditions, and the others do not; right answers are least probable under the idle."""
-    unpatched = row("default", end=4.0, right=(1, 0), prompts=1, wrong=-17.0)
-    idle = [row(name, end=3.9, right=(1, 0), prompts=1, wrong=at) for name, at in (("partial", -16.0), ("abf", -15.5))]
-    far = [row(name, within=2.03, end=end, right=(1, 1), prompts=1) for name, end in (("yarn", 2.2), ("ntk", 2.3))]
-    assert "yarn" in evaluator(*idle, *far, unpatched=unpatched).leaders(2)
 
 
 def test_what_is_chosen_is_itself_better_than_the_unpatched_model():
@@ -277,4 +239,4 @@ def test_a_perplexity_that_is_lower_by_far_needs_no_interval():
     assert choose(row("yarn", **noisy), unpatched=far, tolerance=1.0).method == "yarn"
     near = row("default", end=2.2, right=(20, 20))
     found = choose(row("yarn", **noisy), unpatched=near, tolerance=1.0)
-    assert found.method is None and "not shown to be better than the unpatched model" in found.reason
+    assert found.method is None and "not shown" in found.reason

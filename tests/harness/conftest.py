@@ -24,12 +24,11 @@ def shell(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TaskIndex, "build", staticmethod(read_once))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    for module in ("utils", "__main__"):  # its handler would outlive the stream that pytest gives a test
-        monkeypatch.setattr(f"lm_eval.{module}.setup_logging", lambda *_, **__: None)
-    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "requests"))
+    # Its handler would outlive the stream that pytest gives a test.
+    monkeypatch.setattr("lm_eval.utils.setup_logging", lambda *_, **__: None)
 
-    def run(line, program=command.main):
+    def run(line):
         monkeypatch.setattr(sys, "argv", line if isinstance(line, list) else shlex.split(line))
-        program()
+        command.main()
 
     return run

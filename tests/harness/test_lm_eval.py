@@ -18,10 +18,8 @@ import tomllib
 from pathlib import Path
 
 import lm_eval
-import lm_eval.__main__
 import pytest
 import torch
-import wonderwords
 from harness.instances import requests
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.model import CachingLM
@@ -103,15 +101,9 @@ def failure(shell, capsys, line, status=2):
 # --- the same number three ways
 
 
-@torch.no_grad()
-def scored(model, ids, first):
-    """Loss by token (1, tokens) from the scorer of our engines."""
-    return losses(Reader(model), torch.tensor([ids]), [first])
-
-
 @pytest.mark.parametrize("method", [None, "abf:rope_theta=500000+p_rope:p=0.5"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_loglikelihood_is_that_of_hf_and_of_the_engine(family, method):
+def test_loglikelihood_is_that_of_hf(family, method):
     # Without its cache: with it, 0.4.13 scores the wrong tokens of a text that is asked for from two places on.
     stock = lm(HFLM, bold(family), logits_cache=False)
     if method is not None:
@@ -123,10 +115,6 @@ def test_loglikelihood_is_that_of_hf_and_of_the_engine(family, method):
         for (score, hit), (wanted, best) in zip(ours.loglikelihood(asked, disable_tqdm=True), expected, strict=True):
             assert score == pytest.approx(wanted, abs=1e-4)
             assert hit == best
-    encoded = [stock._encode_pair(*pair) if pair[0] else ([0], stock.tok_encode(pair[1], False)) for pair in PAIRS]
-    for (context, rest), (wanted, _) in zip(encoded, expected, strict=True):
-        table = scored(stock.model, [*context, *rest], len(context))
-        assert -float(table[0, len(context) :].sum()) == pytest.approx(wanted, abs=1e-4)
 
 
 def test_rolling_loglikelihood_is_that_of_hf():
@@ -253,12 +241,13 @@ def test_an_encoder_decoder_is_refused(tmp_path):
 
 def test_only_the_named_layer_types_are_patched():
     both = "full_attention/sliding_attention"
+
+    def tables(**options):
+        return lm(model=bold("gemma3"), **options).get_model_info()["rope_patch"]["tables"].values()
+
     for said, kinds in (("full_attention", 1), (both, 2), (both.split("/"), 2)):
-        patched = lm(model=bold("gemma3"), method="pi:factor=4", layer_types=said).get_model_info()["rope_patch"][
-            "tables"
-        ]
-        stock = lm(model=bold("gemma3")).get_model_info()["rope_patch"]["tables"]
-        assert sum(patched[kind] != stock[kind] for kind in stock) == kinds
+        patched = tables(method="pi:factor=4", layer_types=said)
+        assert sum(ours != theirs for ours, theirs in zip(patched, tables(), strict=True)) == kinds
 
 
 def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
@@ -272,8 +261,6 @@ def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
         assert model.get_model_info()["rope_patch"]["method"] == "abf:rope_theta=500000"
         for got, wanted in zip(model.loglikelihood(asked), expected, strict=True):
             assert got[0] == pytest.approx(wanted[0], abs=1e-4)
-    with pytest.raises(ValueError, match="was trained under"):
-        lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi:factor=4")
 
 
 def test_an_adapter_is_not_put_on_tables_that_it_was_not_trained_under(tmp_path, checkpoint):
@@ -362,9 +349,8 @@ def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
     arguments = ["apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", str(folder)]
     assert invoke(*arguments).exit_code == 0
     options = {"device": "cpu", "dtype": "float32", "batch_size": 4, "logits_cache": False}
-    text = builtin_text("heldout").documents[0]
-    asked = requests("loglikelihood", (text[:1200].rstrip(), text[len(text[:1200].rstrip()) : 2000]), *PAIRS)
-    prompts = requests("generate_until", (text[:1500], greedy(8)))
+    asked = requests("loglikelihood", (20 * DOCUMENT.rstrip(), DOCUMENT), *PAIRS)
+    prompts = requests("generate_until", (20 * DOCUMENT, greedy(8)))
     stock = HFLM(str(folder), **options)
     for ours in (
         RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, **options),
@@ -372,7 +358,7 @@ def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
     ):
         assert ours.max_length == stock.max_length == 1024
         for got, wanted in zip(ours.loglikelihood(asked), stock.loglikelihood(asked), strict=True):
-            assert got == (pytest.approx(wanted[0], abs=1e-4 * max(1, abs(wanted[0]) / 100)), wanted[1])
+            assert got == (pytest.approx(wanted[0], rel=1e-6, abs=1e-4), wanted[1])
         assert ours.generate_until(prompts) == stock.generate_until(prompts)
         assert ours.get_model_info()["rope_patch"]["method"] == "yarn:factor=4"
     with pytest.raises(ValueError, match="already patched"):
@@ -404,50 +390,20 @@ def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
         assert {str(256 << i) for i in range(10)} <= {metric["metric"] for metric in config["metric_list"]}
 
 
-def test_each_length_has_its_own_score_and_others_have_none(yarn):
-    names, few = ["rope_passkey", "rope_ppl"], {"samples": 1, "depths": [0.1, 0.9], "windows": 2}
-    both = run_tasks(lm(model=yarn), names, max_seq_lengths=[256, 512], **few)
-    for length in (256, 512):
-        alone = run_tasks(lm(model=yarn), names, max_seq_lengths=length, **few)
-        for task, scores in alone["results"].items():
-            assert f"{length},none" in scores and f"{768 - length},none" not in scores
-            for metric, score in scores.items():
-                if metric.endswith(f"{length},none"):
-                    assert both["results"][task][metric] == pytest.approx(score)
-
-
-ASKED = [
-    ("passkey", (0.0, 0.5, 1.0)),
-    ("niah", (0.2, 0.8)),
-    ("multivalue", (0.1, 0.9)),
-    ("multiquery", (0.1, 0.9)),
-    ("vt", (0.1, 0.5, 0.9)),
-    ("json_kv", (0.1, 0.9)),
-    ("qa2", (0.1, 0.9)),
-]
-
-
-@covering(2, asked=ASKED, bos=[None, False])
-def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(asked, bos):
-    (task, depths), length = asked, 512
-    arguments = {"pretrained": LLAMA, **({} if bos is None else {"add_bos_token": bos})}
-    haystack = "builtin" if bos is None else "noise"
-    options = {"length": length, "samples": 2, "depths": depths, "seed": 3, "haystack": haystack, **arguments}
-    rows = retrieval_documents(task, **options)
-    maker = cached_maker(haystack, bos)
-    made = [prompt for sample in (0, 1) for prompt in maker.prompts(task, length, depths, seed=3, sample=sample)]
+@pytest.mark.parametrize("task", ["passkey", "multivalue", "json_kv"])
+@pytest.mark.parametrize("special", [{}, {"add_bos_token": False}], ids=["BOS", "no BOS"])
+def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, special):
+    asked = {"samples": 2, "depths": (0.1, 0.9), "seed": 3, "haystack": "noise", "pretrained": LLAMA}
+    rows = retrieval_documents(task, length=512, **asked, **special)
+    maker = PromptMaker(TOKENIZER, "noise", prefix=() if special else None)
+    made = [prompt for sample in (0, 1) for prompt in maker.prompts(task, 512, (0.1, 0.9), seed=3, sample=sample)]
     assert [row["prompt"] for row in rows] == [prompt.text for prompt in made]
     assert [row["expected"] for row in rows] == [list(prompt.parts) for prompt in made]
-    model = lm(**({} if bos is None else {"add_bos_token": bos}))
+    model = lm(**special)
     for row in rows:
         ids, _ = model.tok_batch_encode([row["prompt"]])
-        assert ids.shape[1] + row["answer_tokens"] == length
-        assert len(model.tok_encode(row["prompt"] + row["target"])) == length
-
-
-@functools.cache
-def cached_maker(haystack, bos):
-    return PromptMaker(TOKENIZER, haystack, prefix=() if bos is False else None)
+        assert ids.shape[1] + row["answer_tokens"] == 512
+        assert len(model.tok_encode(row["prompt"] + row["target"])) == 512
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +454,8 @@ def test_perplexity_is_that_of_the_engine(yarn):
     rows = perplexity_documents(length=256, windows=3, text=None, pretrained=LLAMA)
     windows, _ = spread_windows(TOKENIZER, builtin_text("heldout"), 256, 3)
     assert [TOKENIZER(row["target"])["input_ids"] for row in rows] == [window.ids.tolist() for window in windows]
-    nll = sum(float(scored(yarn, window.ids.tolist(), 1)[0, 1:].sum()) for window in windows)
+    with torch.no_grad():
+        nll = sum(float(losses(Reader(yarn), window.ids[None], [1])[0, 1:].sum()) for window in windows)
     size = sum(len(TOKENIZER.decode(window.ids[1:]).encode()) for window in windows)
     for kind in (RopePatchLM, HFLM):
         results = run_tasks(lm(kind, yarn, batch_size=2), ["rope_ppl"], max_seq_lengths=256, windows=3)
@@ -570,21 +527,9 @@ def test_nothing_is_scored_where_answers_are_only_predicted():
     assert len(result["samples"]["rope_passkey"]) == 1
 
 
-@pytest.fixture(scope="module")
-def few_words():
-    """RULER sorts all pairs of an adjective and a noun when it is imported: five million, for seven seconds."""
-    made = wonderwords.RandomWord.__init__
-
-    def short(self, *args, **options):
-        made(self, *args, **options)
-        self._categories = {kind: words[:900] for kind, words in self._categories.items()}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wonderwords.RandomWord, "__init__", short)
-        yield
-
-
-def test_rulers_own_tasks_run(few_words):
+@pytest.mark.full
+def test_rulers_own_tasks_run():
+    """Imported, they sort all pairs of an adjective and a noun: five million, for seven seconds."""
     model = RopePatchLM(LLAMA, method="yarn", target_length=2048, device="cpu", batch_size=2)
     metadata = {"pretrained": LLAMA, "max_seq_lengths": [1024]}
     manager = TaskManager(include_defaults=False, include_path=str(RULER), metadata=metadata)
@@ -593,28 +538,6 @@ def test_rulers_own_tasks_run(few_words):
 
 
 # --- the command line
-
-
-def commands(page):
-    """The command lines of a page's bash blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-def test_the_commands_of_the_page_run(shell, capsys):
-    lines = commands(TASKS / "README.md")
-    assert len(lines) == 4
-    for line in lines:
-        said = shlex.split(line.replace("$(rope-patch tasks --folder)", str(TASKS)).replace("MODEL", LLAMA))
-        match said[0]:
-            case "rope-patch":
-                assert invoke(*said[1:]).exit_code == 0, line
-                continue
-            case "rope-patch-eval":
-                shell(said)
-            case "lm_eval":
-                shell(said, lm_eval.__main__.cli_evaluate)
-        assert "|rope_" in capsys.readouterr().out, "no table of results"
 
 
 def test_the_command_that_lists_tasks_names_their_folder():
@@ -626,11 +549,9 @@ def test_the_command_that_lists_tasks_names_their_folder():
 
 def test_the_command_of_the_page_on_measuring_runs(shell, capsys, tmp_path):
     shutil.copytree(LLAMA, tmp_path / "llama")
-    lines = [line for line in commands(ROOT / "docs" / "measure.md") if line.startswith("rope-patch-eval")]
-    assert lines
-    for line in lines:
-        shell(shlex.split(line, comments=True))
-        assert "|rope_passkey" in capsys.readouterr().out
+    (line,) = re.findall("^rope-patch-eval .*", (ROOT / "docs" / "measure.md").read_text(), re.MULTILINE)
+    shell(line)
+    assert "|rope_passkey" in capsys.readouterr().out
     assert list((tmp_path / "scores").rglob("results_*.json"))
 
 
@@ -639,7 +560,7 @@ def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     line = ["rope-patch-eval", "--tasks", "rope_passkey,rope_ppl"]
     line += ["--model_args", f"pretrained={LLAMA},method=yarn:factor=4,target_length=1024,dtype=float32"]
     line += ["--metadata", '{"max_seq_lengths": 512, "samples": 2, "windows": 2, "depths": [0.1, 0.9]}', "--limit", "3"]
-    line += ["--output_path", str(out), "--log_samples", "--cache_requests", "true", "--device", "cpu"]
+    line += ["--output_path", str(out), "--log_samples", "--device", "cpu"]
     shell(line)
     assert "|rope_passkey" in capsys.readouterr().out
     (results,) = out.rglob("results_*.json")
@@ -650,7 +571,6 @@ def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     assert saved["configs"]["rope_passkey"]["metadata"]["depths"] == [0.1, 0.9]
     (samples,) = out.rglob("samples_rope_passkey_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
-    assert len(list((tmp_path / "requests").iterdir())) == 2
 
 
 def test_ls_and_run_know_our_tasks_and_the_users(shell, capsys, tmp_path):
