@@ -59,7 +59,7 @@ def given(tmp_path_factory):
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     out = tmp_path / "deep" / "out"
     printed = command(folder, *given, "-o", out)
-    written = {"finished.jsonl", "kv-check.html", "kv-check.json", "kv-check-figures"}
+    written = {"finished.jsonl", "kv-check.html", "kv-check.json"}
     assert {path.name for path in out.iterdir()} == written
     data = json.loads((out / "kv-check.json").read_text())
     assert data["rows"] == json.loads(checked.to_json())["rows"] and data["text"] == "a.txt"
