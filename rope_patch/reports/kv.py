@@ -9,10 +9,9 @@ from rope_patch.evaluation.metrics import (
     spans_at,
     value_text,
 )
-from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
-from rope_patch.reports.comparison import answers, change_cell, scores_facts
+from rope_patch.reports.comparison import change_cell, scores_facts
 from rope_patch.runtime import page as pages
 from rope_patch.runtime.captions import windows_text
 from rope_patch.runtime.number_format import number_text
@@ -45,8 +44,6 @@ def _results(check: KVCheck) -> Section:
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
         *(Note(check.meant(method)) for method in check.methods if check.meant(method) != method),
         *(_table(check, length) for length in check.lengths),
-        *answers(check.named_scores()),
-        _formats(check),
     ]
     return Section("What survives", check.summary(), parts)
 
@@ -73,33 +70,14 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
     limits = check.limits
-    prompts = "".join(f" {sentence}." for sentence in check.prompts(length))
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "
-        f"those of its quantized part.{prompts} {INTERVALS}"
+        f"those of its quantized part. {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _formats(check: KVCheck) -> DataTable:
-    first: dict[str, CheckRow] = {}
-    for row in _quantized(check):
-        first.setdefault(row.format, row)
-    rows: list[Cells] = []
-    for name, row in first.items():
-        preset = PRESETS.get(name)
-        source = Cell(preset.source if preset else "given as a text", style="text")
-        bits = number_text(row.key_bits), number_text(row.value_bits)
-        rows.append([name, Cell(row.format_text, style="text"), *bits, source])
-    caption = (
-        "Effective bits per element of the quantized part, 16-bit scales and zero points included. The text of a "
-        "format is explained in docs/kv-caches.md."
-    )
-    columns = ("Format", "Text", "Bits of keys", "of values", "Source")
-    return DataTable("What the formats mean", columns, rows, caption, folded=True)
 
 
 # --- where the cost comes from ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What reports show beside exact match: a few answers, and what was not measured."""
+"""Scores within the trained length that reports warn of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResult
-from rope_patch.reports.comparison import answers
 
 DEPTHS = (0.0, 0.5, 1.0)
 
@@ -24,17 +23,6 @@ def scores(right):
             samples = [answered("7", f"{length} {i} {depth}", i >= 6 - count, -1.0) for i in places]
             cells.append(RetrievalCell(length, depth, tuple(samples)))
     return result_of(None, RetrievalResult("passkey", tuple(cells), 0, "noise", "", None, ()))
-
-
-def test_a_wrong_answer_comes_first_and_then_a_right_one_each_with_length_and_depth():
-    """Of six answers the last two are right: those of the second haystack at .5 and 1."""
-    (table,) = answers([("yarn", scores((2, 6, 0)))])
-    rows = [(name, length, depth, verdict.text) for name, _, length, depth, _, _, verdict in table.rows]
-    assert rows == [("yarn", "64", "0 %", "wrong"), ("yarn", "64", "50 %", "right"), ("yarn", "256", "0 %", "wrong")]
-    assert [row[5].text for row in table.rows] == ['"64 0 0.0"', '"64 4 0.5"', '"256 0 0.0"']
-
-
-# --- the unpatched model was not measured
 
 
 PATCHED = {"environment": {"patch before": "pi:factor=2"}}

@@ -206,11 +206,8 @@ def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
-        "Safe at every length: b.",
-        *(
-            f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
-            for length in (4, 8)
-        ),
+        f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
+        for length in (4, 8)
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()

@@ -110,18 +110,6 @@ class RetrievalResult:
             raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
         return samples
 
-    def examples(self, length: int) -> list[tuple[float, Sample]]:
-        """Return the first wrong answer and the first right one at a length, as far as there are, with their depths.
-
-        The answers are searched haystack by haystack, and within each by depth.
-        """
-        depths = [cell.depth for cell in self.cells if cell.length == length]
-        firsts: dict[bool, tuple[float, Sample]] = {}
-        for haystack in self.haystacks(length):
-            for depth, sample in zip(depths, haystack, strict=True):
-                firsts.setdefault(bool(sample.correct), (depth, sample))
-        return [firsts[correct] for correct in sorted(firsts)]
-
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
         samples = self.samples(length)
