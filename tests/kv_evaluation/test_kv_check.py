@@ -316,16 +316,16 @@ def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales
     assert check.rows[0].tables[0].context == 64
     assert comparison.trained_length == check.trained_length == json.loads(check.to_json())["trained_length"] == 256
     longer = replace(check, trained_length=32)
-    assert not any("within its trained length" in line for line in longer.warnings), "no prompt is within it"
-    assert any("within its trained length of 256" in line for line in check.warnings)
+    assert not any("within the trained length" in line for line in longer.warnings), "no prompt is within it"
+    assert any("within the trained length of 256" in line for line in check.warnings)
 
 
 def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(checked):
     _, check = checked
     other = replace(check, rows=check.of("p_rope:p=0.5"), trained_length=56)
     (sentence,) = other.warnings
-    assert sentence.startswith("0 of 2 passkey prompts of 40 tokens are answered, within the trained length of 56")
-    assert "the unpatched model was not measured" in sentence
+    assert "0 of 2 passkey prompts of 40 tokens, within the trained length of 56" in sentence
+    assert "was not measured" in sentence
     assert replace(other, loaded="pi:factor=2").warnings == []
 
 

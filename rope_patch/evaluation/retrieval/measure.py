@@ -85,7 +85,6 @@ class RetrievalResult:
         prefix: ids of the special tokens in front of each prompt; none in a chat, whose template writes them.
         chat: whether the prompts go through the tokenizer's chat template.
         chat_sha256: digest of what the template writes before and after a prompt; "" without a template.
-        in_windows: whether the needles lie in the windows whose perplexity is measured.
     """
 
     task: str
@@ -97,7 +96,6 @@ class RetrievalResult:
     prefix: tuple[int, ...]
     chat: bool = False
     chat_sha256: str = ""
-    in_windows: bool = False
 
     def samples(self, length: int) -> list[Sample]:
         """Return all samples of a length, ordered by depth and then by haystack.
