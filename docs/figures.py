@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from rope_patch import frequencies
 from rope_patch.evaluation.intervals import paired_means
@@ -25,8 +26,7 @@ from rope_patch.runtime.plots import (
     new_figure,
     perplexity_by_position,
     plain_axes,
-    shared_legend,
-    signed_percent,
+    wrapped_name,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +161,11 @@ def attention_factor() -> Figure:
     return figure
 
 
+def signed_percent(axis: Any) -> None:
+    """Write changes with their sign, a true minus, on an axis."""
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0"))
+
+
 def angle(model: str, p: float, position: float) -> float:
     """Return how far the fastest pair that p-RoPE stops would have turned at a position [rad]."""
     base, pairs = PAIRS[model]
@@ -225,7 +230,9 @@ def decoding() -> Figure:
             plain_axes(axes)
     for axes, run in zip(panels[1], runs, strict=True):
         axes.set(xlabel=f"step, means over 64, {run['windows']} prompts")
-    shared_legend(figure, {line.get_label(): line for line in panels[0][0].get_lines()})
+    lines = panels[0][0].get_lines()
+    names = [wrapped_name(line.get_label(), 24) for line in lines]
+    figure.legend(lines, names, loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 

@@ -9,7 +9,6 @@ from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_toke
 from rope_patch.cli.parsing import parse
 from rope_patch.cli.printing import new_table, resumable, show, write_and_show
 from rope_patch.options.kv_check import KvCheckOptions
-from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 from rope_patch.runtime.packaged import name_of
 
@@ -33,8 +32,6 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.reports import kv as report
     from rope_patch.runtime.result_cache import RESULT_CACHE
 
-    if options.report:
-        require_matplotlib()
     names = engine.parse_formats(options.formats)
     compared = list(map(as_method, options.methods))
     machine = options.machine

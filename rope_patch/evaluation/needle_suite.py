@@ -229,7 +229,6 @@ class NeedleSuite(Suite):
             self.text_sha256,
             self.python_version,
             self.laden[0].window.source.prefix,
-            in_windows=True,
         )
         return {self.task: result}
 

@@ -52,41 +52,31 @@ class EvalResult:
 
 
 AnySuite = TypeVar("AnySuite", bound="Suite")
-ADD_DEFAULT = "add default to the methods (--methods), which measures it"
 
 
-def retrieval_warnings(
-    scores: Mapping[str, EvalResult], unpatched: str, trained_length: int, remedy: str = ADD_DEFAULT
-) -> list[str]:
+def retrieval_warnings(scores: Mapping[str, EvalResult], unpatched: str, trained_length: int) -> list[str]:
     """Return a sentence for each task that the unpatched model mostly fails within its trained length.
 
-    If it was not measured, there is one sentence if no other answers, either. If any of the others answers, the task is
-    not too hard for the model.
+    If it was not measured, the best of the others stands for it: where one answers, the task is not too hard.
 
     Args:
         scores: results of all methods, all of one spec.
         unpatched: name of the unpatched model among them.
         trained_length: trained context length of the model [tokens].
-        remedy: the end of the sentence if it was not measured: a way to measure it.
     """
+    subject = "without a patch the model"
+    unmeasured = ""
     if unpatched in scores:
-        own = scores[unpatched]
-        return [
-            f"without a patch the model answers {result.answered(length)} {task} prompts of {length} tokens, within "
-            f"its trained length of {trained_length}, so scores at longer prompts say little about the tables. Try "
-            f"{_advice(result, own.spec.chat_template)}"
-            for task, length, result in _too_hard([own], trained_length)
-        ]
-    failures = [
-        f"{result.answered(length)} {task} prompts of {length} tokens"
-        for task, length, result in _too_hard(list(scores.values()), trained_length)
-    ]
-    if not failures:
-        return []
-    most = "at most " if len(scores) > 1 else ""
+        results = [scores[unpatched]]
+    else:
+        subject = "the best method"
+        unmeasured = ", and the unpatched model (default) was not measured"
+        results = list(scores.values())
     return [
-        f"{most}{' and '.join(failures)} are answered, within the trained length of {trained_length} tokens, but the "
-        f"unpatched model was not measured, so nothing tells whether they are too hard for it: {remedy}"
+        f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained length of "
+        f"{trained_length}{unmeasured}, so longer prompts may be too hard for the model with any table. Ask easier "
+        "ones: rope-patch compare with --tasks passkey, another --haystack or another --chat-template"
+        for task, length, result in _too_hard(results, trained_length)
     ]
 
 
@@ -101,24 +91,6 @@ def _too_hard(scores: Sequence[EvalResult], trained_length: int) -> Iterator[tup
         length, result = min(best, key=lambda pair: pair[1].accuracy(pair[0]))
         if result.accuracy(length) < ANSWERED_SHARE:
             yield task, length, result
-
-
-def _advice(result: RetrievalResult, chat_template: str) -> str:
-    """Return what could make a task easier for the model, as options of the command line and fields of the spec."""
-    if result.in_windows:
-        return "another text (--text), or rope-patch compare, which asks in noise and by the chat template"
-    easier = []
-    if result.task != "passkey":
-        easier.append("the task passkey")
-    if result.haystack != "noise":
-        easier.append("the haystack noise")
-    else:
-        easier.append("a haystack like its training data")
-    if result.chat:
-        easier.append("chat_template off (--chat-template)")
-    elif chat_template == "off":
-        easier.append("chat_template on (--chat-template)")
-    return ", ".join(easier)
 
 
 class Suite(ABC):

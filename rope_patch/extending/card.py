@@ -16,7 +16,7 @@ from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
-from rope_patch.reports.comparison import EXACT_MATCH, before_after
+from rope_patch.reports.comparison import before_after
 from rope_patch.runtime.captions import names_text, windows_text
 from rope_patch.runtime.page import markdown_table
 from rope_patch.version import __version__
@@ -49,7 +49,8 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Text: {text}. {needles}. {exact_match}.
+Text: {text}. {needles}. A prompt counts as answered if greedy decoding
+gives the right answer (exact match).
 Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
 
 {warnings}
@@ -125,7 +126,6 @@ def card(outcome: Extended, source: Path) -> str:
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         needles=NEEDLES,
-        exact_match=EXACT_MATCH,
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,

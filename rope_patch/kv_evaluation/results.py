@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
-from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
+from rope_patch.evaluation.suite import retrieval_warnings
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, verdict_of
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
@@ -92,42 +92,17 @@ class KVCheck:
         """Return the rows of a method, full precision first."""
         return tuple(row for row in self.rows if row.method == method)
 
-    def named_scores(self) -> list[tuple[str, EvalResult]]:
-        """Return the scores of every row, each with a name of its method and format."""
-        names = [row.format if row.divergence else "full precision" for row in self.rows]
-        return [(f"{row.method}: {name}", row.scores) for row, name in zip(self.rows, names, strict=True)]
-
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
         """Return the change of a metric by a format, compared with full precision, with its interval."""
         return metric.difference(row.scores, self.of(row.method)[0].scores, span, self.limits.confidence)
-
-    def prompts(self, length: int) -> list[str]:
-        """Return a sentence for each task on the number of prompts of a length, and on the loss that they cannot show.
-
-        That loss is the upper end of the interval if nothing differs. With few prompts, verdicts rest on perplexity.
-        """
-        sentences = []
-        for metric, span in spans_at(self.spec, length):
-            if metric.name != "retrieval":
-                continue
-            result = self.rows[0].scores.retrieval[str(span.task)]
-            task = ""
-            if len(self.spec.tasks) > 1:
-                task = f" ({span.task})"
-            sentences.append(
-                f"{count_text(len(result.samples(length)), 'prompt')} of {length} tokens in "
-                f"{count_text(len(result.haystacks(length)), 'haystack')}{task}: a loss below "
-                f"{100 * self.change(self.rows[0], metric, span).high:.0f} % could not be told apart from chance"
-            )
-        return sentences
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
         """Return the verdict on the format of a row at a length."""
         return verdict_of(row, self.of(row.method)[0], length, self.limits)
 
     def summary(self) -> list[str]:
-        """Return sentences on biases, on what is safe everywhere, and then for each method and length."""
-        sentences = [*bias_sentences(self.biases), *self._everywhere()]
+        """Return sentences on biases, and then for each method and length."""
+        sentences = bias_sentences(self.biases)
         for method in self.methods:
             for length in self.lengths:
                 base, *rows = self.of(method)
@@ -173,17 +148,6 @@ class KVCheck:
             f"the tokens of full precision and {own} on its own ({number_text(row.divergence.kl, 4)} reading); "
             f"{apart}; second half of the steps minus the first {change} ({low} to {high})."
         )
-
-    def _everywhere(self) -> list[str]:
-        """Return a sentence on what is safe under every method and at every length, if there are several of either."""
-        words = (("under every method", self.methods), ("at every length", self.lengths))
-        every = " ".join(word for word, many in words if len(many) > 1)
-        if not every:
-            return []
-        formats = dict.fromkeys(row.format for row in self.rows if row.divergence)
-        others = {row.format for row in self.rows for n in self.lengths if self.verdict(row, n).kind != "safe"}
-        names = [name for name in formats if name not in others]
-        return [f"Safe {every}: {', '.join(names) or 'none of the formats asked for'}."]
 
     def _harm(self, row: CheckRow, length: int) -> str:
         """Return the change of perplexity, and everything else in which a format is unsafe, as text."""

@@ -74,7 +74,7 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     limits: Limits = contained(Limits, without=("confidence",))
     patching: Patching = contained(Patching, without=("target_length",))
     machine: Machine = contained(Machine)
-    report: bool = shared.report()
+    report: bool = flag("Write the HTML report.", True)
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()
     listed: bool = flag("List the cache formats, their sources and how to write one, and do nothing else.", name="list")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,9 +35,6 @@ from rope_patch.runtime.page import (
     short_names,
 )
 
-EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
-"""The sentence by which reports explain retrieval, without a full stop, because a sentence may continue it."""
-
 
 def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", folded: bool = False) -> Page:
     """Return comparisons as a page.
@@ -63,7 +58,6 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         *_changes(comparison, columns, folded=folded),
         *_curves(comparison),
         *(figure for task in comparison.spec.tasks for figure in _map(comparison, task)),
-        *answers([(row.label, row.scores) for row in comparison.rows]),
         pages.facts(facts, comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
@@ -243,33 +237,6 @@ def _what(metric: Metric, span: Span) -> str:
     if metric.of_text:
         return f"{metric.name} at positions {span}"
     return f"{metric.name} of {span.task} prompts of {span}"
-
-
-def answers(scores: Sequence[tuple[str, EvalResult]]) -> list[DataTable]:
-    """Return the table of a few answers as they were given, or no table if there was no task.
-
-    It has a wrong answer and then a right one to the shortest and longest prompts of each task and result.
-
-    Args:
-        scores: the results of one spec, each with the name it is shown under.
-    """
-    columns = ("", "Task", "Length [tokens]", "Depth", "Asked for", "Answer", "Exact match")
-    rows: list[Cells] = []
-    spec = scores[0][1].spec
-    lengths = dict.fromkeys((spec.lengths[0], spec.lengths[-1]))
-    for task, length, (name, result) in itertools.product(spec.tasks, lengths, scores):
-        for depth, sample in result.retrieval[task].examples(length):
-            output = json.dumps(sample.output, ensure_ascii=False)  # in quotation marks, on one line
-            verdict = "right" if sample.correct else "wrong"
-            texts = [Cell(text, style="text") for text in (sample.expected, output, verdict)]
-            rows.append([name, Cell(task, style="left"), str(length), f"{100 * depth:.3g} %", *texts])
-    if not rows:
-        return []
-    caption = (
-        "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts. "
-        f"{EXACT_MATCH}."
-    )
-    return [DataTable("A few answers", columns, rows, caption, folded=True)]
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:

@@ -5,32 +5,25 @@ from __future__ import annotations
 from rope_patch.analysis.outliers import mean_pairs, outlier_sentence
 from rope_patch.evaluation.metrics import (
     SAFE_LOST_SHARE,
-    Metric,
-    Span,
     column_heading,
     spans_at,
     value_text,
 )
-from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
-from rope_patch.reports.comparison import answers, change_cell, scores_facts
+from rope_patch.reports.comparison import change_cell, scores_facts
 from rope_patch.runtime import page as pages
-from rope_patch.runtime import plots
 from rope_patch.runtime.captions import windows_text
-from rope_patch.runtime.number_format import number_text, relative
+from rope_patch.runtime.number_format import number_text
 from rope_patch.runtime.page import (
     INTERVALS,
     Cell,
     Cells,
     DataTable,
-    Figure,
     Note,
     Page,
     Part,
     Section,
-    figure,
-    short_names,
 )
 
 
@@ -51,9 +44,6 @@ def _results(check: KVCheck) -> Section:
         *(Note(f"Note: {sentence}.") for sentence in check.warnings),
         *(Note(check.meant(method)) for method in check.methods if check.meant(method) != method),
         *(_table(check, length) for length in check.lengths),
-        *(_costs(check, metric, span) for metric, span in spans_at(check.spec, max(check.lengths))),
-        *answers(check.named_scores()),
-        _formats(check),
     ]
     return Section("What survives", check.summary(), parts)
 
@@ -80,65 +70,14 @@ def _table(check: KVCheck, length: int) -> DataTable:
                 cells += [value, change_cell(metric, check.change(row, metric, span))]
             rows.append([row.format, *cells])
     limits = check.limits
-    prompts = "".join(f" {sentence}." for sentence in check.prompts(length))
     caption = (
         f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "
-        f"those of its quantized part.{prompts} {INTERVALS}"
+        f"those of its quantized part. {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
-    """Return the figure of what each format costs in one metric at the longest length."""
-    panels = {}
-    for method, name in short_names(check.methods).items():
-        base, *rows = check.of(method)
-        costs = [plots.Cost("full precision", base.cache_bits[span.stop], 0.0, 0.0, 0.0, "")]
-        for row in rows:
-            value, low, high = check.change(row, metric, span)
-            if metric.is_perplexity:
-                value, low, high = (100 * relative(end) for end in (value, low, high))
-            verdict = check.verdict(row, span.stop).kind
-            costs.append(plots.Cost(row.format, row.cache_bits[span.stop], value, low, high, verdict))
-        panels[name] = costs
-    better = "lower" if metric.lower_is_better else "higher"
-    caption = f"Change from full precision with its interval; {better} is better."
-    xlabel = f"change of {span.task or metric.name}, {metric.unit}"
-    limit = None
-    if metric.is_perplexity:
-        xlabel = f"change of {metric.name} [%], linear within ±1 %"
-        limit = 100 * check.limits.tolerance
-        caption += " Dotted: what is tolerated."
-    return figure(
-        plots.costs,
-        panels,
-        title=f"What formats cost in {span.task or metric.name} at {span.stop} tokens",
-        caption=caption,
-        xlabel=xlabel,
-        logarithmic=metric.lower_is_better,
-        limit=limit,
-    )
-
-
-def _formats(check: KVCheck) -> DataTable:
-    first: dict[str, CheckRow] = {}
-    for row in _quantized(check):
-        first.setdefault(row.format, row)
-    rows: list[Cells] = []
-    for name, row in first.items():
-        preset = PRESETS.get(name)
-        source = Cell(preset.source if preset else "given as a text", style="text")
-        bits = number_text(row.key_bits), number_text(row.value_bits)
-        rows.append([name, Cell(row.format_text, style="text"), *bits, source])
-    caption = (
-        "Effective bits per element of the quantized part, 16-bit scales and zero points included. The text of a "
-        "format is explained in docs/kv-caches.md."
-    )
-    columns = ("Format", "Text", "Bits of keys", "of values", "Source")
-    return DataTable("What the formats mean", columns, rows, caption, folded=True)
 
 
 # --- where the cost comes from ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Figures of scores and of costs, and what all figures share: arrays in, matplotlib Figure out.
+"""Figures of scores, and what all figures share: arrays in, matplotlib Figure out.
 
 Nothing here touches a model. Every figure is :data:`WIDTH` inches wide, the width of a page of a report.
 Needs matplotlib (``pip install "rope_patch[plots]"``).
@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -26,11 +26,6 @@ WIDTH = 10.0
 # Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":")
-
-VERDICTS = {"safe": ("o", "#009E73"), "undecided": ("^", "#E69F00"), "unsafe": ("X", "#D55E00"), "": ("s", "0.35")}
-"""Marker and colour of each verdict; full precision has none."""
-LINEAR_LIMIT = 1.0
-"""A change of perplexity that is drawn in proportion; larger ones by their logarithm [%]."""
 
 Curves = Mapping[str, tuple[Any, Any]]
 """The x and y of each line, of equal length, by its name."""
@@ -92,69 +87,6 @@ def retrieval_heatmap(
     figure.supxlabel("prompt length [tokens]", fontsize=10)
     figure.supylabel("depth of the needle", fontsize=10)
     figure.colorbar(image, ax=panels, label="exact match", aspect=30, fraction=0.04, pad=0.02)
-    return figure
-
-
-class Cost(NamedTuple):
-    """What a format costs.
-
-    Attributes:
-        format: the name of the format.
-        bits: the number of bits per element of the cache.
-        value: the change that the format causes; not finite where there is none.
-        low: the lower end of the change's interval; not finite where there is none.
-        high: the upper end of the change's interval.
-        verdict: the verdict: ``"safe"``, ``"undecided"`` or ``"unsafe"``; empty for full precision.
-    """
-
-    format: str
-    bits: float
-    value: float
-    low: float
-    high: float
-    verdict: str
-
-
-def costs(
-    panels: Mapping[str, Sequence[Cost]], *, title: str, xlabel: str, logarithmic: bool, limit: float | None = None
-) -> Figure:
-    """Draw what formats cost with its interval, a row per format from most to fewest bits, a panel per method.
-
-    Args:
-        panels: the costs of the formats, by method.
-        title: the title of the figure.
-        xlabel: the label of the costs, with their unit.
-        logarithmic: whether changes beyond ±:data:`LINEAR_LIMIT` are drawn by their logarithm.
-        limit: the largest change that is tolerated, drawn as a line.
-    """
-    bits = {cost.format: cost.bits for costs in panels.values() for cost in costs}
-    rows = {name: i for i, name in enumerate(sorted(bits, key=lambda name: -bits[name]))}
-    figure, grid = new_panels(list(panels), title, width=3.2, height=0.5 + 0.3 * len(rows))
-    signs: dict[str, Any] = {}
-    for axes, costs in zip(grid, panels.values(), strict=True):
-        axes.axvline(0, color="0.6", linewidth=0.8)
-        if limit is not None:
-            axes.axvline(limit, color="0.4", linewidth=1, linestyle=":")
-        for cost in costs:
-            marker, color = VERDICTS[cost.verdict]
-            # An interval without finite ends, or without a width, has no line to draw.
-            if -math.inf < cost.low < cost.high < math.inf:
-                axes.plot([cost.low, cost.high], [rows[cost.format]] * 2, color=color, linewidth=1.6, alpha=0.6)
-            if math.isfinite(cost.value):
-                (sign,) = axes.plot(
-                    cost.value, rows[cost.format], marker=marker, markersize=6, linestyle="", color=color
-                )
-                signs[cost.verdict or "full precision"] = sign
-        if logarithmic:
-            axes.set_xscale("symlog", linthresh=LINEAR_LIMIT)
-            signed_percent(axes.xaxis)
-        axes.margins(x=0.08)
-        plain_axes(axes)
-    names = [f"{wrapped_name(name, 28)} ({bits[name]:.3g} bits)" for name in rows]
-    grid[0].set_yticks(range(len(names)), names)
-    grid[0].set_ylim(len(names) - 0.5, -0.5)
-    figure.supxlabel(xlabel, fontsize=10)
-    shared_legend(figure, signs)
     return figure
 
 
@@ -229,13 +161,6 @@ def few_log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
-def signed_percent(axis: Any) -> None:
-    """Write changes with their sign, a true minus, on an axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0"))
-
-
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return a distinct line for each name; where a colour comes again, the line is dashed, then dotted."""
     looks = itertools.cycle(itertools.product(DASHES, COLORS))
@@ -243,12 +168,6 @@ def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         name: {"color": color, "linestyle": dash, "linewidth": 1.5}
         for name, (dash, color) in zip(names, looks, strict=False)
     }
-
-
-def shared_legend(figure: Figure, lines: Mapping[str, Any]) -> None:
-    """Add one legend beside all panels: names to what is drawn."""
-    names = [wrapped_name(name, 24) for name in lines]
-    figure.legend(list(lines.values()), names, loc="outside right center", frameon=False, fontsize=9)
 
 
 def wrapped_name(name: str, width: int) -> str:

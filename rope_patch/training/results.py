@@ -121,7 +121,7 @@ def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]
     unpatched = "unpatched"
     if unpatched not in evaluations and not is_patched:
         unpatched = "before"
-    return retrieval_warnings(evaluations, unpatched, trained, "rope-patch compare MODEL --methods default measures it")
+    return retrieval_warnings(evaluations, unpatched, trained)
 
 
 def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:

@@ -51,7 +51,7 @@ def given(tmp_path_factory):
 def test_the_command_writes_what_it_says(folder, given, tmp_path):
     out = tmp_path / "deep" / "out"
     printed = command(folder, *given, "-o", out)
-    written = {"finished.jsonl", "kv-check.html", "kv-check.json", "kv-check-figures"}
+    written = {"finished.jsonl", "kv-check.html", "kv-check.json"}
     assert {path.name for path in out.iterdir()} == written
     data = json.loads((out / "kv-check.json").read_text())
     assert [(row["method"], row["format"]) for row in data["rows"]] == [

@@ -77,4 +77,4 @@ def test_perplexity_is_measured_and_reported_alone(tmp_path, words):
     assert "perplexity" in printed and "exact match" not in printed and "no prompt" not in printed
     (report,) = tmp_path.glob("*.html")
     text = report.read_text()
-    assert "A few answers" not in text and "Haystack" not in text
+    assert "Haystack" not in text

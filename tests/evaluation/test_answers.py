@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import HAY, ROOM, TOKENIZER, bold
 
+from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
@@ -110,23 +112,33 @@ def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_us
 # --- an unpatched model that fails within its trained length
 
 
-def answered_by(*shares, **fields):
+def answered_by(*shares):
     """Scores of ten prompts at each of two lengths, of which these shares are right."""
     hits = {(n, 0.5): [i < 10 * share for i in range(10)] for n, share in zip((64, 128), shares, strict=True)}
-    return result_of(None, retrieval_of(hits, **fields))
+    return result_of(None, retrieval_of(hits))
 
 
-def warnings_of(scores, trained_length):
-    return retrieval_warnings({"default": scores}, "default", trained_length)
+@pytest.mark.parametrize(
+    ("right", "trained", "words"),
+    [
+        ({"default": (0.5, 0.0)}, 64, ("without a patch", "5 of 10", "64", "--tasks")),
+        ({"default": (1.0, 0.7)}, 128, ("7 of 10", "128")),  # the worst within it
+        ({"default": (0.3, 0.0), "yarn": (1.0, 0.0)}, 64, ("without a patch", "3 of 10")),
+        ({"yarn": (0.6, 0.0), "pi": (0.3, 0.0)}, 64, ("6 of 10", "not measured")),
+        ({"default": (0.8, 0.0)}, 64, ()),  # .8 of .75
+        ({"default": (0.0, 0.0)}, 32, ()),  # nothing was measured within the trained length
+        ({"yarn": (0.8, 0.0), "pi": (0.0, 0.0)}, 64, ()),  # one method does, so the task is not too hard
+    ],
+)
+def test_failing_within_the_trained_length_is_said_with_what_to_try(right, trained, words):
+    scores = {method: answered_by(*shares) for method, shares in right.items()}
+    sentences = retrieval_warnings(scores, "default", trained)
+    assert len(sentences) == bool(words)
+    assert all(word in sentences[0] for word in words)
 
 
-def test_failing_within_the_trained_length_is_said_with_what_to_try():
-    (sentence,) = warnings_of(answered_by(0.5, 0.0, task="niah", haystack="builtin"), 64)
-    assert all(word in sentence for word in ("5 of 10", "64", "passkey", "noise")) and "chat" not in sentence
-    (sentence,) = warnings_of(answered_by(1.0, 0.7, chat=True), 128)
-    assert "128" in sentence and "chat_template off" in sentence and "the task" not in sentence
-
-
-def test_failing_beyond_the_trained_length_is_expected():
-    assert warnings_of(answered_by(0.8, 0.0), 64) == []
-    assert warnings_of(answered_by(0.0, 0.0), 32) == []
+def test_of_a_model_that_came_with_a_patch_default_is_not_called_unpatched():
+    row = Row("default", answered_by(0.0, 0.0), ())
+    compared = Comparison((row,), row.scores.spec, 64, "", "", None)
+    assert len(compared.warnings) == 1
+    assert replace(compared, environment={"patch before": "pi:factor=2"}).warnings == []

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,6 @@ from support.largest import Largest
 from support.patches import edit_json, lora
 from support.prompting import TOKENIZER
 from support.scored import spy_ids
-from support.subsets import covering
 from support.task_index import TASKS, build, our_tasks
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config

@@ -195,11 +195,8 @@ def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
     assert check_of(*rows).summary() == [
-        "Safe at every length: b.",
-        *(
-            f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
-            for length in (4, 8)
-        ),
+        f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
+        for length in (4, 8)
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
@@ -296,16 +293,16 @@ def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales
     assert check.rows[0].tables[0].context == 64
     assert comparison.trained_length == check.trained_length == json.loads(check.to_json())["trained_length"] == 256
     longer = replace(check, trained_length=32)
-    assert not any("within its trained length" in line for line in longer.warnings), "no prompt is within it"
-    assert any("within its trained length of 256" in line for line in check.warnings)
+    assert not any("within the trained length" in line for line in longer.warnings), "no prompt is within it"
+    assert any("within the trained length of 256" in line for line in check.warnings)
 
 
 def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(checked):
     _, check = checked
     other = replace(check, rows=check.of("p_rope:p=0.5"), trained_length=56)
     (sentence,) = other.warnings
-    assert sentence.startswith("0 of 2 passkey prompts of 40 tokens are answered, within the trained length of 56")
-    assert "the unpatched model was not measured" in sentence
+    assert "0 of 2 passkey prompts of 40 tokens, within the trained length of 56" in sentence
+    assert "was not measured" in sentence
     assert replace(other, loaded="pi:factor=2").warnings == []
 
 

@@ -78,16 +78,6 @@ class TestNumbers:
         assert page.row("never")[1] == ("", "∞")
         assert "No method has a finite perplexity" in "".join(shown(row("x", [math.inf, math.inf])).text)
 
-    def test_a_wrong_answer_is_shown_first_with_its_length_and_depth(self):
-        """At 8 tokens one depth of three is wrong; at 4 all are right."""
-        page = shown(row("m", [1.0], {(8, 0.5): 0}))
-        assert "if greedy decoding gives the right answer (exact match)." in "".join(page.text)
-        assert page.table("A few answers")[1:] == [
-            ["m", "passkey", "4", "0 %", "12", '"12"', "right"],
-            ["m", "passkey", "8", "50 %", "12", '"12"', "wrong"],
-            ["m", "passkey", "8", "0 %", "12", '"12"', "right"],
-        ]
-
     def test_the_answer_says_who_is_ahead(self):
         answer = "".join(shown(UNPATCHED, GOOD).text)
         assert "good is best (2.82), ahead" in answer and "unpatched model has 20.85." in answer

@@ -32,10 +32,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from mutation_lists import MUTATIONS
 from mutation_lists.mutation import Mutation
 from tqdm import tqdm
 
+from mutation_lists import MUTATIONS
 from rope_patch.runtime.folders import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]

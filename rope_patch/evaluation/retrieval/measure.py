@@ -85,7 +85,6 @@ class RetrievalResult:
         prefix: ids of the special tokens in front of each prompt; none in a chat, whose template writes them.
         chat: whether the prompts go through the tokenizer's chat template.
         chat_sha256: digest of what the template writes before and after a prompt; "" without a template.
-        in_windows: whether the needles lie in the windows whose perplexity is measured.
     """
 
     task: str
@@ -97,7 +96,6 @@ class RetrievalResult:
     prefix: tuple[int, ...]
     chat: bool = False
     chat_sha256: str = ""
-    in_windows: bool = False
 
     def samples(self, length: int) -> list[Sample]:
         """Return all samples of a length, ordered by depth and then by haystack.
@@ -109,18 +107,6 @@ class RetrievalResult:
         if not samples:
             raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
         return samples
-
-    def examples(self, length: int) -> list[tuple[float, Sample]]:
-        """Return the first wrong answer and the first right one at a length, as far as there are, with their depths.
-
-        The answers are searched haystack by haystack, and within each by depth.
-        """
-        depths = [cell.depth for cell in self.cells if cell.length == length]
-        firsts: dict[bool, tuple[float, Sample]] = {}
-        for haystack in self.haystacks(length):
-            for depth, sample in zip(depths, haystack, strict=True):
-                firsts.setdefault(bool(sample.correct), (depth, sample))
-        return [firsts[correct] for correct in sorted(firsts)]
 
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
