@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -196,14 +195,6 @@ def a_folder_over_a_patched_one(folder):
     rope_patch.save(rope_patch.load(folder, "yarn:factor=4"), folder / "patched")
     tiny_model().save_pretrained(folder / "patched")
     return folder / "patched"
-
-
-@broken(f"transformers {transformers.__version__}", "refuses this checkpoint")
-def a_folder_on_which_attention_fails(folder):
-    edit_json(
-        folder / "config.json", lambda config: config.update(rope_parameters=YARN | {"partial_rotary_factor": 0.5})
-    )
-    return folder
 
 
 @broken("adapter", "never saw")
