@@ -35,7 +35,7 @@ TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
 IDS = TOKENIZER(TEXT.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0, :1024]
 SPEC = EvalSpec(lengths=[256], depths=[0.5], samples=1, windows=1, text=str(TEXT), haystack=str(TEXT))
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-FORMATS = ["int4.token;residual=4", "k=turboquant4.hadamard;v=uniform4", "k=int4.channel4.pre;v=nf4"]
+FORMATS = ["int4.token;residual=4", "k=turboquant4.hadamard;v=uniform4", "k=int4.channel4.pre;v=fp8-scaled"]
 
 
 def patched():

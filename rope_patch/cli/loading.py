@@ -68,11 +68,6 @@ def check_device(device: str) -> None:
 
     if device == BALANCED and not torch.accelerator.is_available():
         raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
-    if device == BALANCED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(
-            "device 'balanced' spreads one model over all GPUs of one process, and several are started here: run "
-            "the command by itself, or let each process have a whole model with --device auto"
-        )
     if device in ("auto", BALANCED):
         return
     try:

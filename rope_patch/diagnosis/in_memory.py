@@ -300,7 +300,7 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
 
 
 def contexts_agree(subject: Subject) -> Iterator[Check]:
-    """Check that the tokenizer, the generation config and the table state no other context than the config."""
+    """Check that the tokenizer cuts texts no earlier than at the context that the config states."""
     context = next(iter(subject.meant.values())).max_position_embeddings
     cut = subject.tokenizer_length
     if cut is not None and cut >= context:
@@ -324,34 +324,6 @@ def contexts_agree(subject: Subject) -> Iterator[Check]:
                 f"tokenizer.model_max_length = {context}", f"set model_max_length in tokenizer_config.json to {context}"
             ),
         )
-    longest = getattr(getattr(subject.location.model, "generation_config", None), "max_length", None)
-    if isinstance(longest, int) and longest > context:
-        yield Check(
-            "generation config",
-            NOTE,
-            f"its max_length is {longest}",
-            f"at most {context} tokens, the context of the config",
-            "generation goes on beyond the positions that the table was made for",
-            subject.fix(
-                f"model.generation_config.max_length = {context}",
-                f"set max_length in generation_config.json to at most {context}",
-            ),
-        )
-    for kind, table in subject.location.stated_tables.items():
-        stated = dict(table.rope_parameters or {})
-        if subject.location.record is not None or stated.get("rope_type") not in ("yarn", "linear"):
-            continue
-        original = stated.get("original_max_position_embeddings")
-        if original and (reach := round(original * stated["factor"])) != context:
-            yield Check(
-                _named("context of the table", kind),
-                NOTE,
-                f"the config states a context of {context} tokens",
-                f"{reach}, which is factor {stated['factor']:g} times the original {original}",
-                "programs that serve max_position_embeddings use less, or more, than the table is made for",
-                f"set max_position_embeddings to {reach}, or the factor to {context / original:g}, in "
-                + subject.fix("the config before the model is built", "config.json"),
-            )
 
 
 def tables_can_be_patched(subject: Subject) -> Iterator[Check]:

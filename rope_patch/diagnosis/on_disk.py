@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils.generic import flatten_dict
 
@@ -18,9 +16,6 @@ from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
 from rope_patch.patching.config_settings import settings_of
 from rope_patch.patching.older_keys import older_differences, stated_twice, text_part
-
-_ROWS = 8
-"""Number of rows of the head that are compared with those of the embedding: enough to tell two matrices apart."""
 
 
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
@@ -78,31 +73,6 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         yield Check("cache scales", NOTE, scales)
     for remark in remarks:
         yield Check("unknown tensors", NOTE, str(remark.message))
-    yield from _tied_head_is_tied(folder, model)
-
-
-def _tied_head_is_tied(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
-    """Check that a head which the config ties to the embedding is not stored with other values."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return
-    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    rows = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in {names[id(head)], names[id(embedding)]} & set(file.keys()):
-                rows[name] = file.get_slice(name)[:_ROWS]
-    if len(rows) < 2 or torch.equal(*rows.values()):
-        yield Check("tied head", HOLDS, "the head is the embedding, as the config says")
-        return
-    yield Check(
-        "tied head",
-        DIFFERS,
-        f"the file holds another {names[id(head)]}",
-        "the embedding's values, since the config says tie_word_embeddings",
-        "loaders that obey the config drop the head that was trained",
-        "set tie_word_embeddings to false in config.json",
-    )
 
 
 def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:

@@ -44,9 +44,7 @@ def _check(row: ProgramReading, own: Built | None) -> Check:
     if row.verdict == UNVERIFIED:
         return replace(check, state=UNKNOWN, found=reasons)
     if row.verdict != OTHER_TABLE or row.built is None:
-        # A checkpoint that transformers itself refuses is unusable here, so this one counts.
-        refuses = f"it refuses this checkpoint: {reasons}"
-        return replace(check, state=DIFFERS, found=refuses, fix=row.fix, counts=row.program == OURS)
+        return replace(check, state=DIFFERS, found=f"it refuses this checkpoint: {reasons}", fix=row.fix)
     built = row.built
     # A difference that would be printed as 0.00 % is left out.
     off = "" if not row.difference or row.difference < 5e-5 else f", frequencies off by up to {row.difference:.2%}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
-from rope_patch.engines.dialect_tables import SHARE, Built, relative_difference
-from rope_patch.engines.export_gguf import PATTERNED, one_table
-from rope_patch.engines.folders import exported_config, read_tables
+from rope_patch.engines.dialect_tables import Built, relative_difference
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
 from rope_patch.engines.tables_by_program import PROGRAMS, Reading, reading_of
-from rope_patch.gguf.table import graph_of, read_gguf, scaling_keys
+from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.locate import PatchError, locate
-from rope_patch.patching.older_keys import text_part
-from rope_patch.patching.verify import inspect_model
+from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
@@ -41,12 +36,12 @@ class ProgramReading:
         program: the program, a key of ``PROGRAMS`` or ``OURS``.
         layer_type: the type of the layers; None if all layers share a table.
         verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program fails) or ``"unverified"``;
-            ``"reference"`` for transformers 5, if it can run the model, and for llama.cpp on a GGUF file.
+            ``"reference"`` for transformers 5, and for llama.cpp on a GGUF file.
         built: the table that the program builds; None if it refuses or is unverified.
         difference: the largest difference of a frequency from the reference's, as a share of the larger of the two: 1
             if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
         reasons: sentences on the reasons of the difference.
-        fix: the command that removes the difference, or the reason why there is none; empty if nothing is to be done.
+        fix: the command that may remove the difference, or another step; empty if nothing is to be done.
         moved: a sentence on layers that use another table or window than in transformers 5; empty if none does.
     """
 
@@ -96,47 +91,16 @@ def _of_folder(source: str | Path) -> ProgramComparison:
     inspection, location = inspect_model(model), locate(model)
     stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
     rows = [_reference(OURS, table) for table in inspection.tables]
-    if (reason := _failure(model, stated)) is not None:
-        rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in PROGRAMS:
         reading = reading_of(name, stated)
         fix = ""
         if not reading.unverified and not reading.agrees(stated):
-            fix = _fix(source, name, model, stated)
+            fix = _fix(source, name, model)
         rows += _rows(name, reading, stated, fix)
     # Without the record: checks of their own say what differs from it.
     warnings = replace(location, record_data=None).warnings
     unread = [f"transformers does not read {name}; an engine that does attends otherwise" for name in stated.unread]
     return ProgramComparison(tuple(rows), (*warnings, *unread))
-
-
-_REPAIR = "none before the config is what the patch record describes: rope-patch doctor FOLDER --repair -o OUT"
-_SHARE_FIX = (
-    "none by command: take partial_rotary_factor out of config.json if every pair shall rotate, else serve it with a "
-    "program that agrees"
-)
-
-
-def _failure(model: Any, stated: StatedConfig) -> str | None:
-    """Return a sentence if transformers' attention fails on a table that it builds itself for a share of each head."""
-    shares = (
-        f"{table.pairs} of {stated.head_dim(kind) // 2}"
-        for kind, table in stated.tables.items()
-        if table.rotary_dim < stated.head_dim(kind)
-    )
-    share = next(shares, None)
-    if share is None:
-        return None
-    try:
-        with torch.device("meta"):
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-    except Exception as error:  # other parts, such as experts, may fail without weights
-        # transformers calls the functions that multiply by cos and sin apply_rotary…
-        if any(frame.f_code.co_name.startswith("apply_rotary") for frame, _ in traceback.walk_tb(error.__traceback__)):
-            return (
-                f"it builds {share} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: {error}"
-            )
-    return None
 
 
 def _reference(program: str, table: RotaryTable) -> ProgramReading:
@@ -177,42 +141,19 @@ def _row(program: str, built: Built, table: RotaryTable, fix: str) -> ProgramRea
     return ProgramReading(program, table.layer_type, DIFFERS, built, difference, reasons, fix)
 
 
-_EXPORTS = {"transformers-4": "hf", "mlx": "hf"}
-"""The engine whose export a program reads, for programs without an export of their own."""
+_EXPORTS = {"transformers-4": "hf", "mlx": "hf", "llama.cpp": "gguf --converter PATH"}
+"""What ``export --to`` takes for a program if that is not its name."""
 
 
-def _fix(source: str | Path, program: str, model: Any, stated: StatedConfig) -> str:
-    """Return the command that makes a program compute these tables, or the reason why there is none.
-
-    A command is returned only if the program computes the tables from the config that the command would write.
-    """
-    source = shlex.quote(str(source))
-    to = _EXPORTS.get(program, program)
-    try:
-        if program == "llama.cpp":
-            return _llama_cpp_fix(source, model, stated)
-        config, _ = exported_config(model, read_tables(model), to)
-        written = type(model.config).from_dict(copy.deepcopy(config))
-    except PatchError:
-        return _REPAIR
-    except ValueError as error:
-        return f"none: {error}"
-    text = written.get_text_config(decoder=True).to_dict()
-    reading = reading_of(program, replace(stated, raw=text_part(config), complete=text))
-    if reading.agrees(stated):
-        return f"rope-patch export {source} --to {to} -o FOLDER"
-    reason = reading.refused or reading.moved or "it computes another table of what rope-patch export writes, too"
-    return f"none: {reason}"
-
-
-def _llama_cpp_fix(source: str, model: Any, stated: StatedConfig) -> str:
-    graph = graph_of(stated.model_type)
-    scaling_keys(one_table(model, graph), graph)
-    if graph.architecture not in (*PATTERNED, "gemma4") and any(layer.window is not None for layer in stated.layers):
-        return f"none: llama.cpp knows no sliding window on {stated.model_type}"
-    return (
-        f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf; PATH is llama.cpp's convert_hf_to_gguf.py"
-    )
+def _fix(source: str | Path, program: str, model: Any) -> str:
+    """Return the command that writes what a program reads, as far as it can, and the one that says whether it did."""
+    if locate(model).record is not None:
+        try:
+            verify_model(model)
+        except PatchError:
+            return "rope-patch doctor FOLDER --repair -o OUT: the config is not what the patch record describes"
+    export = f"rope-patch export {shlex.quote(str(source))} --to {_EXPORTS.get(program, program)} -o OUT"
+    return f"{export}, which says so if it cannot; then rope-patch doctor OUT --for {program}"
 
 
 # --- GGUF files ------------------------------------------------------------------------------------------------------

@@ -63,8 +63,6 @@ class ExportRequest:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.to not in TARGETS:
             raise ValueError(f"unknown engine {self.to!r}. Known: {', '.join(TARGETS)}")
-        if self.converter is not None and self.to != "gguf":
-            raise ValueError("converter is for to='gguf': other exports need no program of llama.cpp")
         if self.to == "gguf" and self.lora:
             raise ValueError(
                 "llama.cpp's own convert_lora_to_gguf.py writes an adapter as a GGUF file, to be loaded beside that of "

@@ -117,8 +117,6 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
                 meaning = check.meaning[:1].upper() + check.meaning[1:]
                 parts = [check.found, meaning, check.fix and f"Run: {check.fix}"]
                 sentence = ". ".join(part for part in parts if part)
-                # A fix that begins with "none: " says why no command writes what the program reads right.
-                sentence = sentence.replace("Run: none: ", "No command mends that: ")
                 sentences.setdefault(sentence, []).append(check.name)
     except ValueError as error:  # a family that nothing is known of
         return (f"what other programs compute from its config is not known: {error}",)

@@ -181,38 +181,6 @@ def lloyd_max(bits: int, features: int) -> tuple[float, ...]:
     return tuple(levels.tolist())
 
 
-class NF4(Format, name="nf4"):
-    """Dettmers et al., QLoRA, arXiv:2305.14314: 4-bit normal floats in blocks of 64."""
-
-    bits, group = 4, 64
-    levels = (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    )
-    """The levels of appendix E of the paper."""
-
-    def round(self, x: Tensor, dim: int) -> Tensor:
-        """Round to the nearest level between the largest number and its negative."""
-        largest = x.abs().amax(dim, keepdim=True)
-        levels = _constant(self.levels, dtype=x.dtype, device=x.device)
-        between = (levels[1:] + levels[:-1]) / 2
-        return levels[torch.bucketize((x / nonzero(largest)).contiguous(), between)] * largest
-
-
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 

@@ -7,8 +7,8 @@ import copy
 import json
 import logging
 import re
-import threading
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -94,24 +94,25 @@ def build_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.
 # transformers calls these two keys of the longrope form unrecognized each time a config is read. vLLM takes the
 # attention scaling from them alone, so they are right where they are, and nobody needs the warning.
 _OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
-logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
+_silent = ContextVar("silent", default=False)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not (_silent.get() or _OUR_KEYS.fullmatch(record.getMessage()))
+
+
+_filtered: list[logging.Filterer] = [*logging.getLogger("transformers").handlers]
+for _name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
+    _filtered.append(logging.getLogger(f"transformers.{_name}"))
+for _each in _filtered:
+    _each.addFilter(_is_shown)
 
 
 @contextlib.contextmanager
 def silent_transformers() -> Iterator[None]:
     """Silence transformers' logging of trial configs and models, in this thread alone."""
-    thread = threading.get_ident()
-
-    def is_of_another_thread(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    filtered: list[logging.Filterer] = [*logging.getLogger("transformers").handlers]
-    for name in ("modeling_rope_utils", "configuration_utils", "modeling_utils"):
-        filtered.append(logging.getLogger(f"transformers.{name}"))
-    for each in filtered:
-        each.addFilter(is_of_another_thread)
+    token = _silent.set(True)
     try:
         yield
     finally:
-        for each in filtered:
-            each.removeFilter(is_of_another_thread)
+        _silent.reset(token)

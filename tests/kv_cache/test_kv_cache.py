@@ -53,7 +53,7 @@ GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 SCHEMES = [
     "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2",
     "k=int4.token4;v=int2.token8;sinks=1",
-    "k=int4.token.hadamard;v=nf4.token.hadamard;residual=5;skip=1",
+    "k=int4.token.hadamard;v=fp8-scaled.token.hadamard;residual=5;skip=1",
     "k=int3.token.pre;v=none",
     "k=int4.channel3;v=fp8-scaled;residual=2",
     "k=int2.channel4.pre;v=int2.token;residual=3;flush=8;sinks=1",
@@ -176,7 +176,7 @@ class AsKIVI(DynamicLayer):
         ("qwen3", "k=int4.token;v=int2.token8;residual=6"),
         ("gemma2", "k=int2.channel5;v=fp8-scaled.token4;sinks=4"),
         ("gemma3", "k=int2.channel3;v=int3.channel2;residual=1;sinks=1"),
-        ("gemma4", "k=int3.channel4;v=nf4.token8;residual=4"),
+        ("gemma4", "k=int3.channel4;v=fp8-scaled.token8;residual=4"),
         ("llama", "k=int2.channel4;v=int2.token8;residual=8;flush=8"),
         ("llama", "k=int3.token;v=int4.token;residual=5;flush=6"),
         ("llama", "k=int4.token8;v=int4.token8;flush=8"),

@@ -7,8 +7,6 @@ import itertools
 
 import torch
 
-from rope_patch.kv_cache.formats import NF4
-
 
 def e4m3():
     """All finite numbers of float8 e4m3 by definition, each with the last bit of its mantissa."""
@@ -38,7 +36,7 @@ def rounded(values, form):
 
     Args:
         values: the numbers that share a scale.
-        form: name of the format: ``int4`` and the like, ``nf4``, ``fp8`` or ``fp8-scaled``.
+        form: name of the format: ``int4`` and the like, ``fp8`` or ``fp8-scaled``.
 
     Raises:
         ValueError: nothing is known of the format here.
@@ -47,11 +45,6 @@ def rounded(values, form):
     if form.startswith("int"):
         low, scale = min(values), (max(values) - min(values)) / (2 ** int(form[3:]) - 1)
         return [low + scale * round((value - low) / scale) if scale else value for value in values]
-    if form == "nf4":
-        return [
-            largest * min(NF4.levels, key=lambda level: abs(value / largest - level)) if largest else 0.0
-            for value in values
-        ]
     if form == "fp8":
         return [eight_bits(value) for value in values]
     if form != "fp8-scaled":
@@ -63,7 +56,7 @@ def naive(x, side):
     """Return one block of one row, (heads, tokens, features), quantized in plain Python."""
     heads, tokens, features = (range(size) for size in x.shape)
     if side.axis == "token":
-        size = side.group or (64 if side.format == "nf4" else max(1, len(features)))
+        size = side.group or max(1, len(features))
         shares = [
             [(h, t, f) for f in features[low : low + size]] for h in heads for t in tokens for low in features[::size]
         ]

@@ -127,7 +127,7 @@ IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "mrrope:factor=4")
 PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "mrrope:factor=4")
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
 TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv qa1 qa2 qa3"
-FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8 nf4"
+FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8"
 HARNESS_TASKS = "rope_passkey,rope_vt,rope_ppl"
 
 # --- what the probes share

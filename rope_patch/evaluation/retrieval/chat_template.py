@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
@@ -38,7 +38,12 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
             "load the tokenizer of an instruction-tuned model"
         )
     try:
-        options = {"tokenize": False, "add_generation_prompt": True, **_dated(tokenizer.chat_template)}
+        dated = re.sub(
+            r"""strftime_now\((["'])(.*?)\1\)""",
+            lambda call: repr(TEMPLATE_DATE.strftime(call[2])),
+            tokenizer.get_chat_template(),
+        )
+        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": dated}
         return turns_of(lambda chat: str(tokenizer.apply_chat_template(chat, **options)))
     except (ValueError, TemplateError) as error:
         message = f"the chat template of this tokenizer cannot be used: {error}"
@@ -47,19 +52,6 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
         # Under "auto" nobody asked for this template, so a broken one is no error.
         warnings.warn(f"{message}. Prompts are plain text", stacklevel=2)
         return None
-
-
-def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the option that renders a chat template with the fixed day; no option if it does not print a date.
-
-    Args:
-        template: chat template of a tokenizer; if there are several by name, the one called ``"default"`` is rendered.
-    """
-    text = template if isinstance(template, str) else template.get("default", "")
-    dated = re.sub(r"""strftime_now\((["'])(.*?)\1\)""", lambda call: repr(TEMPLATE_DATE.strftime(call[2])), text)
-    if dated == text:
-        return {}
-    return {"chat_template": dated}
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:

@@ -203,12 +203,6 @@ KV_CACHE = (
         "return 0",
     ),
     Mutation(
-        "what_transformers_refuses_does_not_count",
-        "rope_patch/diagnosis/programs.py",
-        "counts=row.program == OURS",
-        "counts=False",
-    ),
-    Mutation(
         "a_wrong_table_of_a_patched_model_is_in_order",
         "rope_patch/diagnosis/in_memory.py",
         "    if measured.problem is None:\n        yield Check(\n",
