@@ -14,7 +14,7 @@ import torch
 from support.largest import Largest
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
-from support.scored import bold_model, spy_ids
+from support.scored import spy_ids
 from support.states import attended, model_of
 from support.subsets import covering
 from support.tiny import MIXED, SIZE, ids, tiny_model
@@ -385,18 +385,6 @@ def greedy(model, row, cache, tokens):
             next_ids = model(next_ids, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
             generated.append(next_ids)
     return torch.cat(generated, 1)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
-def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
-    model, rows, pads = bold_model(name).double(), ids(13, 3), [0, 3, 7]
-    padded_ids, mask, _ = padded(rows, pads)
-    with quantized(model, SCHEMES[0], exact=exact) as factory:
-        cache = factory(padding=torch.tensor(pads))
-        got = model.generate(padded_ids, attention_mask=mask, **{cache_argument(model): cache}, **GENERATE)
-        alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate(pads)]
-    assert torch.equal(got[:, 13:], torch.cat(alone))
 
 
 @pytest.mark.parametrize("exact", [True, False])
