@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.commands import invoke, run
 from support.prompting import TOKENIZER
-from support.subsets import full
 from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -163,7 +162,8 @@ def test_bad_input_is_refused_before_anything_is_read(options, message):
         analyzed(small(), **options)
 
 
-@pytest.mark.parametrize("shape", ["llama", full("gemma3")])
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
 def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     """Copying takes previous-token heads and induction heads above them; slow pairs are hardly turned in 256 tokens."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()

@@ -10,9 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
-import sys
 from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy
 import peft
@@ -20,7 +18,7 @@ import pytest
 import torch
 from support.largest import Largest
 from support.scored import bold_model
-from support.states import INTERLEAVED, model_of, stored, text
+from support.states import INTERLEAVED, attended, model_of, stored, text
 from support.tiny import SIZE, YARN, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -82,30 +80,6 @@ def model_for(name, **changes):
 def few_kinds(rows=2, tokens=40, seed=0):
     """Token ids (rows, tokens) of 7 kinds: they come back, and some of them often."""
     return torch.randint(3, 10, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def attended(model, rows, monkeypatch):
-    """What eager attention is given and returns, by row and layer: query, key, weights by query head, and scaling."""
-    model = copy.deepcopy(model)
-    model.set_attn_implementation("eager")
-    modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
-    attend, records = modeling.eager_attention_forward, []
-
-    def spy(layer, query, key, value, *args, **kwargs):
-        repeated = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        records[-1].append(SimpleNamespace(query=query[0].double(), key=repeated.double(), scaling=scaling))
-        return attend(layer, query, key, value, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling, "eager_attention_forward", spy)
-        for row in rows:
-            records.append([])
-            weights = model(row[None], use_cache=False, output_attentions=True).attentions
-            for layer, layer_weights in zip(records[-1], weights, strict=True):
-                layer.weights = layer_weights[0].double().numpy()
-    return records
 
 
 def loops(rows, layers, window):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.commands import fail, fail_without_a_trace, invoke, run
 from support.patches import lora
-from support.tiny import YARN, logits, tiny_model
+from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -35,19 +35,12 @@ def test_methods():
     assert {"method": "pi", "factor": None} in [entry["defaults"] for entry in listed]
 
 
-def test_doctor_says_what_holds(checkpoint, tmp_path):
+def test_doctor_says_what_holds(checkpoint):
     printed = run("doctor", checkpoint).splitlines()
     assert printed[0] == f"{checkpoint}: not patched"
     # turns 64 * 10000 ** (-i / 8) / 2 pi: 10.2, 3.2, 1.02, 0.3 …
     assert printed[2] == "    context 64; 5 pairs make no full turn within it"
     assert printed[3].startswith("OK: ")
-    tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
-    assert "attention_scaling 1.13863" in run("doctor", tmp_path / "scaled")
-    tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
-    found = json.loads(run("doctor", tmp_path / "mixed", "--json"))
-    assert [table["layer_type"] for table in found["tables"]] == ["full_attention", "sliding_attention"]
-    assert found["ok"] is True
-    assert [check["state"] for check in found["checks"] if check["counts"]] == ["holds"] * 6
 
 
 def test_doctor_says_what_differs_by_its_exit_status(checkpoint, tmp_path):

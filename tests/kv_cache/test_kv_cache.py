@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import gc
-import sys
 import threading
 import weakref
 
@@ -15,8 +14,8 @@ import torch
 from support.largest import Largest
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
-from support.scored import bold_model, spy_ids
-from support.states import model_of
+from support.scored import spy_ids
+from support.states import attended, model_of
 from support.subsets import covering
 from support.tiny import MIXED, SIZE, ids, tiny_model
 from transformers import (
@@ -26,7 +25,6 @@ from transformers import (
     PhiConfig,
 )
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
@@ -390,18 +388,6 @@ def greedy(model, row, cache, tokens):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
-def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
-    model, rows, pads = bold_model(name).double(), ids(13, 3), [0, 3, 7]
-    padded_ids, mask, _ = padded(rows, pads)
-    with quantized(model, SCHEMES[0], exact=exact) as factory:
-        cache = factory(padding=torch.tensor(pads))
-        got = model.generate(padded_ids, attention_mask=mask, **{cache_argument(model): cache}, **GENERATE)
-        alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate(pads)]
-    assert torch.equal(got[:, 13:], torch.cat(alone))
-
-
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
     ("act", "came"),
     [
@@ -636,26 +622,6 @@ def losses_of_states(model, row, cache=None):
 # --- errors of attention
 
 
-@contextlib.contextmanager
-def attended(model, monkeypatch):
-    """What stock attention is given, by layer: queries and keys (heads, tokens, features), and options."""
-    calls = []
-    module = sys.modules[type(model.model.layers[0]).__module__]
-    stock = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": module.eager_attention_forward}
-
-    def spy(kind):
-        def attend(module, query, key, value, mask, **kwargs):
-            calls.append((query[0], key[0], kwargs))
-            return stock[kind](module, query, key, value, mask, **kwargs)
-
-        return attend
-
-    with monkeypatch.context() as patch:
-        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy("sdpa"))
-        patch.setattr(module, "eager_attention_forward", spy("eager"))
-        yield calls
-
-
 def read_rounded(side, scheme):
     """Whether the query at i reads the state at j rounded: (queries, keys) bool."""
     size = 1 if side.axis == "token" else side.group
@@ -676,23 +642,20 @@ CASES = [
 def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
     model, row, scheme = model_for(name), ids(TOKENS, 1)[0], Scheme.parse(text)
     got = errors_of(model, row, scheme)
-    with attended(model, monkeypatch) as layers:
-        losses(model, row[None])
+    (layers,) = attended(model, row[None], monkeypatch)
     tables = [layer.inv_freq for layer in capture(model, row).layers]
     full = Scheme(scheme.key, scheme.value, sinks=scheme.sinks)  # a block is the same whoever reads it
-    for index, (queries, keys, options) in enumerate(layers):
-        scaling = options["scaling"]
-        window = options.get("sliding_window") or TOKENS
+    for index, layer in enumerate(layers):
+        window = layer.window or TOKENS
         turn = FromScratch(scheme, tables[index], getattr(model.model.rotary_emb, "attention_scaling", 1.0)).turn
-        rounded = from_scratch(keys[None], scheme.key, full, turn)[0]
+        rounded = from_scratch(layer.key[None], scheme.key, full, turn)[0]
         i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
         visible = (j <= i) & (j > i - window)
         key_rounded = visible & read_rounded(scheme.key, scheme)
         asked = slice(TOKENS // 2, TOKENS)  # the queries that are compared
         at = key_rounded[asked]
         for head in range(4):
-            kv, query = head // 2, queries[head]
-            off = scaling * query @ (rounded - keys)[kv].T
+            off = layer.scaling * layer.query[head] @ (rounded - layer.key)[head].T
             energy = float(off[asked][at].square().sum())
             count = int(at.sum())
             assert float(got[index][0, head]) == pytest.approx((energy / count) ** 0.5, rel=1e-6)

@@ -13,7 +13,7 @@ from support.evaluated import check_cache, compared
 from support.kv_rows import BASE, COST, by_hand, error, off
 from support.prompting import TOKENIZER
 from support.scored import watched
-from support.tiny import YARN, small
+from support.tiny import YARN, ids, small
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_patch
@@ -23,8 +23,11 @@ from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
+from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states
 from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.capture import capture
 from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
@@ -95,6 +98,14 @@ def test_bits_by_hand(checked):
     # Of two layers one slides over 16 tokens, and holds no more: the residual window leaves it nothing.
     slides = check_cache(small("gemma3"), TOKENIZER, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
+
+
+def test_a_cache_that_is_flushed_has_the_size_that_the_next_query_reads():
+    """After 40 tokens the fifth block of 8 keys is full, and rounded at once; the last 8 values stay as they are."""
+    model = small()
+    scheme = Scheme.parse("k=int2.channel8;v=int4.token8;residual=8;flush=8")
+    stored = stored_states(find_attention_layers(model), capture(model, ids(8)), scheme)
+    assert cache_bits(stored, 40) == (6 + (32 * 8 + 8 * 16) / 40) / 2
 
 
 def test_which_features_of_keys_rotate_follows_from_each_method():
@@ -328,6 +339,14 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
         results.append(check.to_json())
     assert results[0] == results[1]
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
+
+
+def test_what_was_finished_for_another_question_is_not_taken():
+    model, finished = small(), {}
+    for changes in ({}, {"chunk": 16}, {"lengths": (48, 56)}):
+        asked = {**ASKED, "windows": 2, "tasks": (), **changes}
+        resumed, fresh = (check_cache(model, TOKENIZER, FORMATS[:1], resume=kept, **asked) for kept in (finished, None))
+        assert resumed.to_json() == fresh.to_json()
 
 
 def test_attribution_goes_on_where_it_was_stopped():

@@ -79,27 +79,14 @@ def test_the_tables_have_the_numbers(checked, figures):
     def text(value):
         return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
 
-    _, verdict, bits, kl, _, perplexity, moved, _, _ = rows["int4-token"]
+    _, verdict, bits, kl, _, perplexity, moved, answered, _ = rows["int4-token"]
+    assert answered.startswith(f"{row.scores.retrieval['passkey'].accuracy(40):.2f}")
     assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.006.00")
     assert perplexity == f"{row.scores.perplexity.between(0, 40):.0f}"
     assert moved == f"{text(moved_by)} %{text(low)} % to {text(high)} %"
     assert kl == f"{row.divergences[40].kl:.4f}"
     assert rows["kivi-2"][2] == "16.003.50"  # the cache, and what would be quantized of a longer one
     assert page.table("40 tokens")[1][0] == "default: full precision"
-
-
-def test_answers_stand_with_their_verdict(checked, figures):
-    """Of the format's two answers at 40 tokens one is right here."""
-    row = checked.of("default")[1]
-    result = row.scores.retrieval["passkey"]
-    first, *others = result.cells
-    right = replace(first, samples=(replace(first.samples[0], correct=True, output="7"),))
-    changed = replace(result, cells=(right, *others))
-    scores = replace(row.scores, retrieval={"passkey": changed})
-    page = shown(
-        replace(checked, rows=tuple(replace(one, scores=scores) if one is row else one for one in checked.rows))
-    )
-    assert page.row("int4-token")[7][1] == "0.50"
 
 
 def test_what_is_unsafe_is_attributed(checked, figures):

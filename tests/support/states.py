@@ -1,7 +1,8 @@
 """Tiny models of more families, and their queries, keys and values recorded in an independent way.
 
 ``stored`` wraps ``apply_rotary_pos_emb`` of the family's modeling file, which sees queries and keys before rotation,
-and transformers' ``sdpa``, which sees values.
+and transformers' ``sdpa``, which sees values. ``attended`` wraps transformers' eager attention, which sees queries and
+keys after rotation, and returns weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+from types import SimpleNamespace
 
 import torch
 from transformers import (
@@ -123,6 +125,31 @@ def stored(model, monkeypatch):
             attend = module.eager_attention_forward
             patch.setattr(module, "eager_attention_forward", spy_attention)
         yield states
+
+
+@torch.no_grad()
+def attended(model, rows, monkeypatch):
+    """What eager attention is given and returns, by row and layer: query, key, weights by head, scaling and window."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
+    attend, records = modeling.eager_attention_forward, []
+
+    def spy(layer, query, key, value, *args, **kwargs):
+        repeated = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        states = {"query": query[0].double(), "key": repeated.double()}
+        records[-1].append(SimpleNamespace(**states, scaling=scaling, window=kwargs.get("sliding_window")))
+        return attend(layer, query, key, value, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "eager_attention_forward", spy)
+        for row in rows:
+            records.append([])
+            weights = model(row[None], use_cache=False, output_attentions=True).attentions
+            for layer, layer_weights in zip(records[-1], weights, strict=True):
+                layer.weights = layer_weights[0].double().numpy()
+    return records
 
 
 def refused(config):
