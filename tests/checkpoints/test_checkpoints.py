@@ -26,6 +26,7 @@ from support.patches import (
     saved_with,
     training_begun,
 )
+from support.round_trip import assert_same
 from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -74,7 +75,7 @@ def test_loaded_through_us_it_is_patched_and_verified(reloaded, family, name):
     assert rope_patch.verify(model).record.to_method() == method_for(name)
     rope_patch.restore(model)
     assert model.config.rope_parameters == plain.config.rope_parameters
-    assert torch.equal(logits(model), logits(plain))
+    assert_same(model, plain)
 
 
 def test_saved_json_is_standard(reloaded):
@@ -82,18 +83,6 @@ def test_saved_json_is_standard(reloaded):
     for name in ours:
         text = (root / name / "config.json").read_text()
         assert not re.search(r"\b(NaN|-?Infinity)\b", text), name
-
-
-def test_load_with_a_method(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "base")
-    loaded = rope_patch.load(tmp_path / "base", "pi:factor=4", target_length=128).eval()
-    assert loaded.config.max_position_embeddings == 128
-    with rope_patch.patched(model, "pi:factor=4"):
-        assert torch.equal(logits(loaded), logits(model))
-    rope_patch.save(loaded, tmp_path / "patched")
-    with pytest.raises(PatchError, match="pi:factor=4"):
-        rope_patch.load(tmp_path / "patched", "yarn:factor=4")
 
 
 @pytest.mark.parametrize(
@@ -131,11 +120,12 @@ def test_a_record_of_two_tables_is_read_as_its_long_one(tmp_path):
         record["method"]["switch_at"] = 64
 
     edit_json(tmp_path / "saved" / "config.json", two_tables)
-    loaded = rope_patch.load(tmp_path / "saved").eval()
-    assert torch.equal(logits(loaded), logits(model)) and rope_patch.doctor(loaded).ok
+    loaded = rope_patch.load(tmp_path / "saved")
+    assert_same(loaded, model)
+    assert rope_patch.doctor(loaded).ok
     assert rope_patch.verify(tmp_path / "saved").method == "yarn:factor=4"
     restore_folder(tmp_path / "saved", tmp_path / "restored")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "restored").eval()), logits(tiny_model()))
+    assert_same(rope_patch.load(tmp_path / "restored"), tiny_model())
 
 
 @pytest.mark.filterwarnings("ignore:the patch record names")
@@ -151,12 +141,13 @@ def test_a_record_of_a_removed_method_is_read_as_its_tables(tmp_path, named, fam
     model = patched_model("yarn:factor=4+truncated", family=family)
     rope_patch.save(model, tmp_path / "saved")
     edit_json(tmp_path / "saved" / "config.json", lambda config: config["rope_patch"].update(method=named))
-    loaded = rope_patch.load(tmp_path / "saved").eval()
-    assert torch.equal(logits(loaded), logits(model)) and rope_patch.doctor(loaded).ok
+    loaded = rope_patch.load(tmp_path / "saved")
+    assert_same(loaded, model)
+    assert rope_patch.doctor(loaded).ok
     assert rope_patch.doctor(tmp_path / "saved").ok
     assert rope_patch.verify(tmp_path / "saved").method.startswith("table:values=1")
     restore_folder(tmp_path / "saved", tmp_path / "restored")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "restored").eval()), logits(tiny_model(family)))
+    assert_same(rope_patch.load(tmp_path / "restored"), tiny_model(family))
 
 
 @pytest.mark.parametrize(("change", "same"), [(torch.nextafter, True), (lambda table, ones: table * 1.001, False)])
@@ -175,10 +166,14 @@ def base_folder(tmp_path):
 
 
 @pytest.fixture
-def adapter(tmp_path, base_folder):
-    """An adapter trained under YaRN, its folder and its logits."""
-    model = rope_patch.load(base_folder, "yarn:factor=4")
-    tuned = lora(model)
+def tuned(base_folder):
+    """An adapter over that checkpoint under YaRN."""
+    return lora(rope_patch.load(base_folder, "yarn:factor=4"))
+
+
+@pytest.fixture
+def adapter(tmp_path, tuned):
+    """The folder of the adapter and its logits."""
     rope_patch.save(tuned, tmp_path / "adapter")
     return tmp_path / "adapter", logits(tuned)
 
@@ -186,7 +181,7 @@ def adapter(tmp_path, base_folder):
 def test_plain_peft_loses_it_and_verify_says_so(adapter, base_folder):
     """The trap this package exists for."""
     folder, expected = adapter
-    lost = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder).eval()
+    lost = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder)
     assert not torch.allclose(logits(lost), expected, atol=1e-3)
     with pytest.raises(PatchError, match="carries"):
         rope_patch.verify(lost)
@@ -201,7 +196,7 @@ def test_adapter_onto_models_that_do_not_fit(adapter, base_folder):
     with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.load_adapter(plain, folder)
     rope_patch.apply(plain, "yarn:factor=4", replace=True)
-    assert torch.equal(logits(rope_patch.load_adapter(plain, folder).eval()), expected)
+    assert torch.equal(logits(rope_patch.load_adapter(plain, folder)), expected)
     with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.load(folder, "pi:factor=4")
 
@@ -218,31 +213,11 @@ def test_adapter_without_a_record(tmp_path, base_folder):
     tuned = lora(AutoModelForCausalLM.from_pretrained(base_folder))
     tuned.save_pretrained(tmp_path / "adapter")
     with pytest.warns(UserWarning, match="carries"):
-        loaded = rope_patch.load(tmp_path / "adapter").eval()
-    assert torch.equal(logits(loaded), logits(tuned))
+        loaded = rope_patch.load(tmp_path / "adapter")
+    assert_same(loaded, tuned)
     patched = rope_patch.load(base_folder, "yarn:factor=4")
     with pytest.raises(PatchError, match="carries"):
         rope_patch.load_adapter(patched, tmp_path / "adapter")
-
-
-def test_adapter_on_a_patched_base_folder_keeps_our_module(tmp_path):
-    model = patched_model("yarn:factor=4")
-    rope_patch.save(model, tmp_path / "patched_base")
-    tuned = lora(rope_patch.load(tmp_path / "patched_base"))
-    rope_patch.save(tuned, tmp_path / "adapter")
-    loaded = rope_patch.load(tmp_path / "adapter").eval()
-    assert type(module_of(loaded)).__name__ == "PatchedRotary"
-    assert torch.equal(logits(loaded), logits(tuned))
-
-
-def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
-    tuned = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    tuned.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
-    rope_patch.save(tuned, tmp_path / "both")
-    plain = AutoModelForCausalLM.from_pretrained(base_folder)
-    for folder in (tmp_path / "both", tmp_path / "both" / "second"):
-        with pytest.raises(PatchError, match="patched"):
-            rope_patch.load_adapter(plain, folder)
 
 
 def trained(model, folder, steps, resume=False, **more):
@@ -262,14 +237,9 @@ def train(model, folder, steps, resume=False):
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def test_trainer_callback_writes_the_record(tmp_path, base_folder):
-    tuned = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    train(tuned, tmp_path / "run", 2)
-    assert checkpoints.read_record(tmp_path / "run" / "checkpoint-2") == rope_patch.verify(tuned).record
-    loaded = rope_patch.load(tmp_path / "run" / "checkpoint-2").eval()
-    assert torch.allclose(logits(loaded), logits(tuned.eval()), atol=1e-6)
+def test_a_training_without_a_patch_is_refused():
     with pytest.raises(PatchError, match="record"):
-        train(lora(tiny_model()), tmp_path / "other", 2)
+        training_begun(lora(tiny_model()))
 
 
 def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folder):
@@ -294,61 +264,47 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
 
 def loads_as(folder, model):
     """Whether a folder loads with its patch and the logits of a model."""
-    loaded = rope_patch.load(folder).eval()
+    loaded = rope_patch.load(folder)
     return rope_patch.verify(loaded) and torch.allclose(logits(loaded), logits(model.eval()), atol=1e-6)
 
 
-def test_what_a_trainer_saves_after_its_training_has_the_record(tmp_path, base_folder):
-    """``save_model`` calls no callback."""
-    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 2)
-    trainer.save_model()
-    trainer.save_model(tmp_path / "elsewhere")
-    for folder in (tmp_path / "run", tmp_path / "elsewhere"):
-        assert checkpoints.read_record(folder).to_method() == rope_patch.parse("yarn:factor=4")
-        assert loads_as(folder, trainer.model)
-
-
-def test_the_best_model_is_saved_with_its_record(tmp_path, base_folder):
+def test_the_best_model_is_saved_with_its_record(tmp_path, tuned):
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5}
     options |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so that the best model is not the last
-    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 4, **options)
+    trainer = trained(tuned, tmp_path / "run", 4, **options)
     assert trainer.state.best_global_step == 2
     trainer.save_model()
     assert loads_as(tmp_path / "run", trainer.model) and loads_as(tmp_path / "run" / "checkpoint-2", trainer.model)
 
 
-def test_a_second_training_of_a_model_writes_the_record_of_its_own_patch(tmp_path, base_folder):
-    model = rope_patch.load(base_folder, "yarn:factor=4")
-    first = trained(lora(model), tmp_path / "run", 2).model
+def test_a_second_training_of_a_model_writes_the_record_of_its_own_patch(tmp_path, tuned):
+    first = trained(tuned, tmp_path / "run", 2).model
     rope_patch.apply(first, "pi:factor=4", replace=True)
     trainer = trained(first, tmp_path / "run", 4)
     trainer.save_model()
     records = [checkpoints.read_record(tmp_path / "run" / name) for name in ("", "checkpoint-4", "checkpoint-2")]
     assert [record.to_method().name for record in records] == ["pi", "pi", "pi"]
-    assert trainer.model.save_pretrained.func.__name__ == "_save_with_record"
-    assert trainer.model.save_pretrained.args == (trainer.model,)  # and no other wrapper inside
 
 
-def test_the_records_of_other_adapters_in_the_folder_stay(tmp_path, base_folder):
-    rope_patch.save(lora(rope_patch.load(base_folder, "pi:factor=4")), tmp_path / "run" / "other")
-    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
-    trained(model, tmp_path / "run", 2).save_model()
+def test_the_records_of_other_adapters_in_the_folder_stay(tmp_path, tuned):
+    rope_patch.save(lora(patched_model("pi:factor=4")), tmp_path / "run" / "other")
+    tuned.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    trained(tuned, tmp_path / "run", 2).save_model()
     folders = (tmp_path / "run" / name for name in ("other", "", "second"))
     assert [checkpoints.read_record(folder).to_method().name for folder in folders] == ["pi", "yarn", "yarn"]
 
 
-def test_a_patch_that_is_lost_in_training_is_not_saved(tmp_path, base_folder):
-    trainer = trained(lora(rope_patch.load(base_folder, "yarn:factor=4")), tmp_path / "run", 2)
+def test_a_patch_that_is_lost_in_training_is_not_saved(tmp_path, tuned):
+    trainer = trained(tuned, tmp_path / "run", 2)
     rope_patch.restore(trainer.model)
     with pytest.raises(PatchError, match="carries"):
         trainer.save_model(tmp_path / "out")
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_a_save_that_is_cut_off_after_the_weights_leaves_an_adapter_that_is_refused(tmp_path, base_folder, monkeypatch):
-    model, stock = lora(rope_patch.load(base_folder, "yarn:factor=4")), PeftModel.save_pretrained
-    training_begun(model)
+def test_a_save_that_is_cut_off_after_the_weights_leaves_an_adapter_that_is_refused(tmp_path, tuned, monkeypatch):
+    stock = PeftModel.save_pretrained
+    training_begun(tuned)
 
     def cut_off(self, folder, **options):
         stock(self, folder, **options)
@@ -356,16 +312,15 @@ def test_a_save_that_is_cut_off_after_the_weights_leaves_an_adapter_that_is_refu
 
     monkeypatch.setattr(PeftModel, "save_pretrained", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        model.save_pretrained(tmp_path / "out")
+        tuned.save_pretrained(tmp_path / "out")
     with pytest.raises(PatchError, match="beside"):
         rope_patch.load(tmp_path / "out")
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_in_training_saves_itself_with_the_record(tmp_path, base_folder, again):
-    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    training_begun(model)
-    other = again(model)
+def test_a_copy_of_a_model_in_training_saves_itself_with_the_record(tmp_path, tuned, again):
+    training_begun(tuned)
+    other = again(tuned)
     for name, weights in other.named_parameters():
         if "lora" in name:
             weights.data += 0.1
@@ -388,22 +343,20 @@ class Sharded(torch.nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [Sharded, lambda model: torch.compile(model, backend="eager")])
-def test_the_model_inside_a_wrapper_writes_the_record(tmp_path, base_folder, wrap):
+def test_the_model_inside_a_wrapper_writes_the_record(tmp_path, tuned, wrap):
     """Trainer takes the wrapper off before it saves."""
-    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    training_begun(wrap(model))
-    model.save_pretrained(tmp_path / "out")
-    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(model).record
+    training_begun(wrap(tuned))
+    tuned.save_pretrained(tmp_path / "out")
+    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(tuned).record
 
 
-def test_only_the_process_that_writes_the_weights_writes_the_record(tmp_path, base_folder):
-    model = lora(rope_patch.load(base_folder, "yarn:factor=4"))
-    training_begun(model)
-    model.save_pretrained(tmp_path / "out", is_main_process=False)
+def test_only_the_process_that_writes_the_weights_writes_the_record(tmp_path, tuned):
+    training_begun(tuned)
+    tuned.save_pretrained(tmp_path / "out", is_main_process=False)
     assert not [*tmp_path.rglob("rope_patch.json")]
-    model.save_pretrained(tmp_path / "out", False)  # no safetensors
+    tuned.save_pretrained(tmp_path / "out", False)  # no safetensors
     assert (tmp_path / "out" / "adapter_model.bin").exists()
-    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(model).record
+    assert checkpoints.read_record(tmp_path / "out") == rope_patch.verify(tuned).record
 
 
 # --- the name of a model that was saved ------------------------------------------------------------------------------
@@ -414,8 +367,8 @@ def test_an_adapter_that_plain_peft_saves_and_loads_has_the_patched_base(tmp_pat
     rope_patch.save(model, tmp_path / "patched")
     tuned = lora(model)
     tuned.save_pretrained(tmp_path / "adapter")
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    assert torch.equal(logits(loaded), logits(tuned))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert_same(loaded, tuned)
 
 
 def test_a_model_has_the_name_of_a_folder_as_long_as_its_table(tmp_path, base_folder):
@@ -461,15 +414,13 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_full_disk_is_not_blamed_on_the_file_that_is_copied(tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path / "base")
-
+def test_a_full_disk_is_not_blamed_on_the_file_that_is_copied(tmp_path, base_folder, monkeypatch):
     def full(source, place):  # as shutil raises it
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(place))
 
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match="device") as raised:
-        patch_folder(tmp_path / "base", "yarn:factor=4", tmp_path / "out")
+        patch_folder(base_folder, "yarn:factor=4", tmp_path / "out")
     assert raised.value.filename == str(tmp_path / "out") and os.listdir(tmp_path) == ["base"]
 
 
@@ -479,13 +430,11 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
         rope_patch.save(patched_model("yarn:factor=4"), tmp_path / "file")
 
 
-def test_truncated_weights(tmp_path):
-    model = patched_model("yarn:factor=4")
-    rope_patch.save(model, tmp_path / "out")
-    weights = tmp_path / "out" / "model.safetensors"
+def test_truncated_weights(base_folder):
+    weights = base_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(OSError, match="truncated"):
-        rope_patch.load(tmp_path / "out")
+        rope_patch.load(base_folder)
 
 
 def test_a_gated_model_says_where_to_accept_its_licence(monkeypatch):
@@ -507,14 +456,14 @@ def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
         model.model.embed_tokens.weight.mul_(3)
     rope_patch.save(model, tmp_path, max_shard_size="50KB")
     assert not (tmp_path / "model.safetensors").exists()  # transformers would prefer it to the index
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), logits(model))
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
     tuned = lora(model)
     rope_patch.save(tuned, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").is_file()  # an adapter beside its base model
     merged = tuned.merge_and_unload()
     rope_patch.save(merged, tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
-    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), logits(merged))
+    assert_same(rope_patch.load(tmp_path), merged)
     assert (tmp_path / "ema.safetensors").read_bytes() == b"mine"
 
 
@@ -557,10 +506,14 @@ def test_a_copy_of_a_folder_leaves_out_what_describes_that_folder_alone(tmp_path
     assert others & set(os.listdir(tmp_path / "plain")) == {"notes.txt"}
 
 
-def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
-    model = patched_model("yarn:factor=4")
-    rope_patch.save(model, tmp_path / "base")
-    lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+def test_an_adapter_over_a_patched_base_keeps_our_module_and_refuses_a_method(tmp_path):
+    rope_patch.save(patched_model("yarn:factor=4"), tmp_path / "base")
+    tuned = lora(rope_patch.load(tmp_path / "base"))
+    rope_patch.save(tuned, tmp_path / "adapter")
+    loaded = rope_patch.load(tmp_path / "adapter")
+    assert type(module_of(loaded)).__name__ == "PatchedRotary"
+    assert_same(loaded, tuned)
+    (tmp_path / "adapter" / "rope_patch.json").unlink()
     with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.load(tmp_path / "adapter", "pi:factor=4")
 
@@ -599,8 +552,8 @@ def test_a_patch_over_an_edited_table_comes_back(tmp_path):
         model.model.rotary_emb.inv_freq.mul_(0.5)
     rope_patch.apply(model, "p_rope", p=0.5)
     rope_patch.save(model, tmp_path)
-    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), logits(model))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same(rope_patch.load(tmp_path), model)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(PatchError, match="edited"):
         rope_patch.restore(again)
     patch = rope_patch.apply(again, "default", replace=True)

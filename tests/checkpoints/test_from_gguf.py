@@ -38,15 +38,15 @@ def written(tmp_path, method=None, **changes):
 )
 def test_the_model_is_the_folders_with_its_record(tmp_path, method):
     folder, file = written(tmp_path, method)
-    expected = logits(rope_patch.load(folder).eval(), TOKENS)
-    model = rope_patch.load(file).eval()
+    expected = logits(rope_patch.load(folder), TOKENS)
+    model = rope_patch.load(file)
     assert torch.equal(logits(model, TOKENS), expected)
     if method is None:
         assert not hasattr(model.config, "rope_patch")
         return
     assert rope_patch.verify(model).record.to_dict() == rope_patch.verify(rope_patch.load(folder)).record.to_dict()
     rope_patch.save(model, tmp_path / "again")  # transformers refuses a model that was quantized in a file
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), TOKENS), expected)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), TOKENS), expected)
     rope_patch.restore(model)
     assert model.config.max_position_embeddings == 64
     assert torch.equal(model.model.rotary_emb.inv_freq, geometric(1e4, 16))
@@ -68,14 +68,14 @@ def test_weights_are_dequantized_in_any_type_and_transformers_says_nothing_else(
 def test_the_table_of_another_tools_file_is_the_models_own(tmp_path):
     """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record; p-RoPE keeps it."""
     folder, file = written(tmp_path, rope_parameters=LLAMA3, max_position_embeddings=512)
-    model = rope_patch.load(file).eval()
-    plain = logits(AutoModelForCausalLM.from_pretrained(folder).eval(), TOKENS)
+    model = rope_patch.load(file)
+    plain = logits(AutoModelForCausalLM.from_pretrained(folder), TOKENS)
     assert torch.allclose(logits(model, TOKENS), plain, atol=1e-5)
     assert rope_patch.inspect(model).record is None
     model.save_pretrained(tmp_path / "plain")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
-    patched, reference = (rope_patch.load(source, "p_rope:p=0.5").eval() for source in (file, folder))
+    patched, reference = (rope_patch.load(source, "p_rope:p=0.5") for source in (file, folder))
     assert torch.allclose(logits(patched, TOKENS), logits(reference, TOKENS), atol=1e-5)
     rope_patch.restore(patched)
     assert torch.allclose(logits(patched, TOKENS), plain, atol=1e-5)
@@ -86,9 +86,9 @@ def test_a_record_that_does_not_fit_is_not_followed(tmp_path):
     other = json.dumps(rope_patch.verify(rope_patch.load(saved(tmp_path / "pi", "pi"))).record.to_dict())
     altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other)])
     with pytest.warns(UserWarning, match="pi:factor=4"):
-        model = rope_patch.load(altered).eval()
+        model = rope_patch.load(altered)
     assert rope_patch.inspect(model).record is None
-    assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder).eval(), TOKENS), atol=1e-4)
+    assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder), TOKENS), atol=1e-4)
 
 
 def test_gemma_3_whose_file_does_not_say_which_layers_slide(tmp_path):
@@ -99,12 +99,12 @@ def test_gemma_3_whose_file_does_not_say_which_layers_slide(tmp_path):
     }
     sizes = {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 256, "max_position_embeddings": 512}
     model = tiny_model("gemma3", rope_parameters=tables, **sizes)
-    plain = rope_patch.load(write_toy(model, tmp_path / "plain.gguf", rope__freq_base=1e6)).eval()
+    plain = rope_patch.load(write_toy(model, tmp_path / "plain.gguf", rope__freq_base=1e6))
     assert torch.allclose(logits(plain, TOKENS), logits(model, TOKENS), atol=1e-5)
     assert not hasattr(plain.config, "rope_patch")
     file = write_toy(model, tmp_path / "scaled.gguf", rope__freq_base=1e6, rope__scaling__factor=8.0)
     rope_patch.apply(model, "pi:factor=8")
-    assert torch.allclose(logits(rope_patch.load(file).eval(), TOKENS), logits(model, TOKENS), atol=1e-5)
+    assert torch.allclose(logits(rope_patch.load(file), TOKENS), logits(model, TOKENS), atol=1e-5)
 
 
 def test_another_base_for_sliding_layers_than_transformers_reads_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from support.hub import cached_repository
-from support.patches import edit_json, lora
+from support.patches import edit_json
 from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
@@ -14,18 +14,6 @@ import rope_patch
 from rope_patch import PatchError
 
 LLAMA = rope_patch.data_path("assets") / "llama"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A base model, a patched model over it, and an adapter trained under that patch."""
-    root = tmp_path_factory.mktemp("saved")
-    tiny_model().save_pretrained(root / "base")
-    model = rope_patch.load(root / "base", "yarn:factor=4", target_length=256)
-    adapted = lora(rope_patch.load(root / "base", "yarn:factor=4", target_length=256))
-    rope_patch.save(model, root / "patched")
-    rope_patch.save(adapted, root / "adapter")
-    return root
 
 
 # --- what is no checkpoint --------------------------------------------------------------------------------------------
@@ -51,34 +39,34 @@ def test_a_name_with_one_slash_is_looked_up_on_the_hub(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [".", "model.gguf"])
-def test_what_is_no_adapter_is_refused_as_one(tmp_path, saved, name):
+def test_what_is_no_adapter_is_refused_as_one(tmp_path, root, name):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match="adapter"):
-        rope_patch.load_adapter(rope_patch.load(saved / "patched"), tmp_path / name)
+        rope_patch.load_adapter(rope_patch.load(root / "patched"), tmp_path / name)
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
 
 
-def test_load_takes_the_options_of_apply_by_name(saved):
-    model = rope_patch.load(saved / "patched", "pi", target_length=128, replace=True)
+def test_load_takes_the_options_of_apply_by_name(root):
+    model = rope_patch.load(root / "patched", "pi", target_length=128, replace=True)
     record = rope_patch.verify(model).record
     assert (str(record.to_method()), record.target_length) == ("pi:factor=2", 128)
 
 
-def test_load_refuses_a_parameter_of_a_method(saved):
+def test_load_refuses_a_parameter_of_a_method(root):
     with pytest.raises(TypeError, match="yarn:factor="):
-        rope_patch.load(saved / "base", "yarn", factor=4)
+        rope_patch.load(root / "base", "yarn", factor=4)
 
 
-def test_load_passes_every_option_of_from_pretrained_on(saved):
-    model = rope_patch.load(saved / "base", dtype="bfloat16", attn_implementation="eager", local_files_only=True)
+def test_load_passes_every_option_of_from_pretrained_on(root):
+    model = rope_patch.load(root / "base", dtype="bfloat16", attn_implementation="eager", local_files_only=True)
     assert str(model.dtype) == "torch.bfloat16" and model.config._attn_implementation == "eager"
 
 
-def test_load_refuses_options_of_a_patch_without_a_method(saved):
+def test_load_refuses_options_of_a_patch_without_a_method(root):
     with pytest.raises(ValueError, match="target_length goes with a method"):
-        rope_patch.load(saved / "base", target_length=128)
+        rope_patch.load(root / "base", target_length=128)
 
 
 def test_load_refuses_a_bad_method_before_it_reads_the_model():
@@ -89,36 +77,29 @@ def test_load_refuses_a_bad_method_before_it_reads_the_model():
 # --- inspect and verify ----------------------------------------------------------------------------------------------
 
 
-def test_inspect_finds_the_same_in_a_model_its_folder_and_an_adapter(saved):
-    tables = {
-        rope_patch.inspect(source).tables[0].fingerprint
-        for source in (rope_patch.load(saved / "patched"), saved / "patched", str(saved / "patched"), saved / "adapter")
-    }
-    assert len(tables) == 1
-    assert rope_patch.inspect(saved / "base").tables[0].fingerprint not in tables
+def test_inspect_and_verify_find_the_same_in_a_model_its_folder_and_an_adapter(root):
+    record = rope_patch.verify(rope_patch.load(root / "patched")).record
+    for source in (root / "patched", str(root / "one")):
+        assert rope_patch.verify(source).record == record
+        assert rope_patch.inspect(source).tables[0].fingerprint == record.tables["all"].hash
+    assert rope_patch.inspect(root / "base").tables[0].fingerprint == record.base_tables["all"].hash
 
 
-def test_results_have_a_repr_of_one_short_line_and_show_their_tables_when_printed(saved):
+def test_results_have_a_repr_of_one_short_line_and_show_their_tables_when_printed(root):
     values = "/".join(str(1 / (i + 1)) for i in range(8))
-    model = rope_patch.load(saved / "base", f"table:values={values}")
+    model = rope_patch.load(root / "base", f"table:values={values}")
     for result in (rope_patch.inspect(model), rope_patch.verify(model)):
         assert len(repr(result)) < 150 and "\n" not in repr(result)
-    assert "8 pairs" in str(rope_patch.inspect(saved / "patched"))
+    assert "8 pairs" in str(rope_patch.inspect(root / "patched"))
 
 
-def test_verify_takes_a_model_a_folder_and_an_adapter(saved):
-    sources = (rope_patch.load(saved / "patched"), saved / "patched", saved / "adapter")
-    first, *others = (rope_patch.verify(source).record for source in sources)
-    assert others == [first, first]
-
-
-def test_verify_refuses_what_carries_no_patch(saved):
+def test_verify_refuses_what_carries_no_patch(root):
     with pytest.raises(PatchError, match="carries"):
-        rope_patch.verify(saved / "base")
+        rope_patch.verify(root / "base")
 
 
-def test_inspect_says_that_an_adapter_has_no_record(saved, tmp_path):
-    shutil.copytree(saved / "adapter", tmp_path / "adapter")
+def test_inspect_says_that_an_adapter_has_no_record(root, tmp_path):
+    shutil.copytree(root / "one", tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     inspection = rope_patch.inspect(tmp_path / "adapter")
     assert inspection.record is None and "carries no rope_patch.json" in inspection.warnings[-1]
@@ -131,7 +112,6 @@ def test_save_takes_the_tokenizer_of_the_folder_that_the_model_came_from(tmp_pat
     model = rope_patch.load(LLAMA, "pi:factor=2")
     rope_patch.save(model, tmp_path / "out")
     again, original = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", LLAMA))
-    assert again.get_vocab() == original.get_vocab()
     assert again("The ferry came back late.").input_ids == original("The ferry came back late.").input_ids
 
 
@@ -167,9 +147,9 @@ def test_save_takes_the_tokenizer_of_a_hub_model_from_the_local_cache_alone(tmp_
         assert (tmp_path / name / "tokenizer.json").exists() == (name == "llama")
 
 
-def test_save_refuses_what_is_no_tokenizer_before_it_writes(saved, tmp_path):
+def test_save_refuses_what_is_no_tokenizer_before_it_writes(root, tmp_path):
     with pytest.raises(TypeError, match="transformers"):
-        rope_patch.save(rope_patch.load(saved / "patched"), tmp_path / "out", tokenizer="llama")
+        rope_patch.save(rope_patch.load(root / "patched"), tmp_path / "out", tokenizer="llama")
     assert not (tmp_path / "out").exists()
 
 

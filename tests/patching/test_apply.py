@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from support.patches import FITTING, cos_sin, method_for, module_of, patched_model
-from support.round_trip import assert_cached_equals_full
+from support.round_trip import assert_cached_equals_full, assert_same
 from support.tiny import (
     ARCHITECTURES,
     CONFIGS,
-    LLAMA3,
     MIXED_ARCHITECTURES,
     SIZE,
     YARN,
     logits,
-    tiny_config,
     tiny_model,
 )
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
-from rope_patch import METHODS, PatchError
+from rope_patch import PatchError
 from rope_patch.methods import Method
 from rope_patch.patching.locate import locate
 
@@ -49,6 +44,7 @@ def last_layer_type(family):
 def test_effect_shape_and_undo(family, name):
     model = tiny_model(family)
     stock, before, config = module_of(model), logits(model), model.config.to_json_string()
+    parameters = copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method_for(name)) as patch:
         after = logits(model)
         kind = last_layer_type(family)
@@ -58,26 +54,11 @@ def test_effect_shape_and_undo(family, name):
         unchanged = all(torch.equal(patch.before[k].inv_freq, patch.after[k].inv_freq) for k in patch.after)
         assert unchanged or name not in IDENTITIES
         assert torch.equal(before, after) == unchanged
+        assert not unchanged or model.config.rope_parameters == parameters
         rope_patch.verify(model)
     assert module_of(model) is stock
     assert model.config.to_json_string() == config
     assert torch.equal(logits(model), before)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_only_relative_positions_count(name):
-    model = tiny_model("llama")
-    with rope_patch.patched(model, method_for(name)):
-        cos, sin = cos_sin(model, torch.arange(40)[None])
-    q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
-
-    def score(m, n):
-        rotated, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
-        other, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
-        return float((rotated * other).sum())
-
-    assert score(9, 4) == pytest.approx(score(39, 34), abs=2e-5)
-    assert (score(9, 4) == pytest.approx(score(9, 3), abs=1e-4)) is (name == "nope")
 
 
 @every_family
@@ -99,20 +80,6 @@ def test_other_layer_types_are_left_alone(family, name):
         assert model.config.rope_parameters["sliding_attention"] == CONFIGS[family].rope_parameters["sliding_attention"]
     with rope_patch.patched(model, "pi:factor=4", layer_types=["sliding_attention"]):
         assert not torch.equal(cos_sin(model, positions, "sliding_attention")[0], before[0])
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
-@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
-@pytest.mark.parametrize("method", ["default", "p_rope:p=1", "p_rope_reversed:p=1"])
-def test_identity_on_every_family_and_scaled_bases(family, scaling, method):
-    config, kind = tiny_config(family), last_layer_type(family)
-    if scaling and family != "phi3":  # which takes longrope alone
-        config.rope_parameters = dict(scaling) if kind is None else {**config.rope_parameters, kind: dict(scaling)}
-    model = AutoModelForCausalLM.from_config(config).eval()
-    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
-    with rope_patch.patched(model, method):
-        assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == rope_parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -245,35 +212,6 @@ def test_ambient_dtype_and_device_play_no_part(name):
         rope_patch.verify(other)
 
 
-def test_a_patch_is_a_straight_line():
-    """Patches of equal models, counted: calls of functions of this package, and the files that they are in.
-
-    The first one finds out with a probe what reads the config, which the second one need not.
-    """
-    root = str(Path(rope_patch.__file__).parent)
-
-    def calls_of_apply():
-        calls = []
-
-        def count(frame, event, _):
-            if event == "call" and frame.f_code.co_filename.startswith(root):
-                calls.append(frame.f_code.co_filename)
-
-        model = tiny_model(intermediate_size=40)  # a size of its own, so that no other test has probed it
-        sys.setprofile(count)
-        try:
-            apply(model, "p_rope", p=0.75)
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    apply = rope_patch.apply
-    apply(tiny_model("gemma3"), "p_rope", p=0.75)  # imports what it needs
-    assert 200 < len(calls_of_apply()) <= 310
-    second = calls_of_apply()
-    assert 100 < len(second) <= 220 and len(set(second)) <= 13
-
-
 # --- what is found ---------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +280,7 @@ def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_
     model = patched_model(Sharpened())
     assert model.config.rope_parameters["rope_type"] == "longrope"
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
 def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
@@ -351,7 +289,7 @@ def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     model = PhiForCausalLM(PhiConfig(**SIZE, partial_rotary_factor=1.0)).eval()
     rope_patch.apply(model, "p_rope", p=0.75)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PhiForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert_same(PhiForCausalLM.from_pretrained(tmp_path), model)
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -407,10 +345,8 @@ def test_vision_rotary_is_refused():
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
-    before = locate(model).module
     with pytest.raises(ValueError, match="Gemma4VisionModel"):
         rope_patch.apply(model, "p_rope")
-    assert locate(model).module is before
 
 
 def test_atomic_when_the_swap_fails():
