@@ -42,7 +42,6 @@ def analyze(
     window: int | None = None,
     heads: Sequence[tuple[int, int]] = (),
     p_values: Sequence[float] = P_VALUES,
-    chunk: int | None = None,
 ) -> Analysis:
     """Analyze how the heads of a checkpoint use its rotary table, and what the pairs carry that p-RoPE would stop.
 
@@ -60,7 +59,6 @@ def analyze(
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].
         heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
         p_values: the values of p of p-RoPE to look at, in (0, 1).
-        chunk: the number of tokens per forward pass of the statistics; a row at once by default [tokens].
 
     Returns:
         The result. ``to_json()`` gives it as JSON, :func:`~rope_patch.analysis.result.findings` as sentences, and
@@ -90,7 +88,7 @@ def analyze(
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
     with progress.stage("capture"):
-        statistics = capture(model, rows.ids, chunk=chunk, texts=texts)
+        statistics = capture(model, rows.ids, texts=texts)
     with progress.stage("heads"):
         measured = measure_heads(model, rows.ids)
     # Few tokens, which were not announced.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.frequencies import unrotated
-from rope_patch.modeling.state_statistics import Capture, LayerCapture
+from rope_patch.modeling.state_statistics import Capture
 from rope_patch.patching.install import patched
 from rope_patch.patching.verify import inspect_model
 
@@ -27,8 +27,6 @@ class SweepPoint:
         key_share: the share of the keys' norms that they carry.
         logit_share: the share that they carry of the products of both norms, which bound what a pair can add to a
             logit.
-        turned: the part of ``logit_share`` that depends on distance: each product times half the mean chord ``|1 -
-            exp(i f n)|`` over distances ``n`` within the context.
     """
 
     p: float
@@ -36,7 +34,6 @@ class SweepPoint:
     query_share: float
     key_share: float
     logit_share: float
-    turned: float
 
     def __str__(self) -> str:
         """The pairs that are stopped."""
@@ -69,24 +66,15 @@ def sweep_p(model: nn.Module, statistics: Capture, p_values: Sequence[float]) ->
 
 
 def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> list[float]:
-    """Return the shares of queries' norms, keys' norms, products, and turned products, in that order."""
+    """Return the shares of queries' norms, keys' norms and their products, in that order."""
     shares = []
     for layer in statistics.layers:
         stopped = zeroed[layer.layer_type]
         if stopped.any():
             query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
-            product = query * keys
-            # The turned products are a part of all products, so that both are shares of the same whole.
-            parts = torch.stack((query, keys, product, product * half_chord(layer)))
-            whole = torch.stack((query, keys, product, product)).sum(-1)
-            shares.append(parts[..., stopped].sum(-1) / whole.clamp_min(torch.finfo(torch.float64).tiny))
+            parts = torch.stack((query, keys, query * keys))
+            shares.append(parts[..., stopped].sum(-1) / parts.sum(-1).clamp_min(torch.finfo(torch.float64).tiny))
     if not shares:
-        return [0.0] * 4
+        return [0.0] * 3
     means: list[float] = torch.cat(shares, 1).mean(1).tolist()
     return means
-
-
-def half_chord(layer: LayerCapture) -> Tensor:
-    """Return half the mean chord ``|1 - exp(i f n)|`` over distances within a layer's context: (pairs,), 0 to 1."""
-    distances = torch.linspace(0, layer.context, 257, dtype=torch.float64)
-    return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)

@@ -29,7 +29,7 @@ from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def _stopped(analysis: Analysis) -> str:
     return (
         f"p-RoPE at p = {point.p:g} would stop pairs {point}, with {100 * point.query_share:.0f} % of the queries’ "
         f"norm and {100 * point.key_share:.0f} % of the keys’, {stopped} of the {len(keys)} outliers of keys among "
-        f"them; of the products of both norms, {100 * point.turned:.1f} % depend on distance there."
+        "them."
     )
 
 

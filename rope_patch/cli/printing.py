@@ -44,20 +44,14 @@ FILE_WIDTH = 160
 """Width of a table where there is no terminal [characters]."""
 
 
-def show(shown: Any, width: int = 0) -> None:
-    """Print a table or text of rich, as wide as the terminal.
-
-    Args:
-        shown: the table or text.
-        width: the least width of a table [characters]. A narrower terminal breaks its lines, but no number, a part of
-            which reads like a number.
-    """
+def show(shown: Any) -> None:
+    """Print a table or text of rich, as wide as the terminal."""
     from rich.text import Text
 
-    console = _console()
-    console.width = max(console.width, width)
     # A sentence in a file is one line, which a program finds.
-    console.print(shown, soft_wrap=isinstance(shown, Text) and not sys.stdout.isatty())
+    soft_wrap = isinstance(shown, Text) and not sys.stdout.isatty()
+    # A table that is wider than the terminal is broken there, and not cut off.
+    _console().print(shown, soft_wrap=soft_wrap, crop=False)
 
 
 def _console() -> Console:
@@ -66,12 +60,6 @@ def _console() -> Console:
     if sys.stdout.isatty():
         return Console()
     return Console(width=FILE_WIDTH)
-
-
-def _width(table: Table) -> int:
-    """Return the width of a table in which nothing is wrapped but what is wider than its column may be [characters]."""
-    console = _console()
-    return console.measure(table, options=console.options.update_width(1000)).maximum
 
 
 VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
@@ -106,10 +94,7 @@ def show_page(page: Page) -> None:
             if isinstance(part, Note):
                 explain(part.text)
             elif isinstance(part, DataTable) and not part.folded:
-                table = _rich_table(part, narrow=False)
-                if _width(table) > _console().width and sys.stdout.isatty():
-                    table = _rich_table(part, narrow=True)
-                show(table, _width(table))
+                show(_rich_table(part))
                 explain(part.caption, "dim")
 
 
@@ -146,28 +131,26 @@ def write_and_show(
         print(f"wrote {', '.join(files)} in {options.output}")
 
 
-def _rich_table(shown: DataTable, *, narrow: bool) -> Table:
-    """Return a table of rich; a narrow one has its headings on several lines, and no notes, which the report has."""
+def _rich_table(shown: DataTable) -> Table:
+    """Return a table of rich, whose cells are broken between words alone: a part of a number reads like a number."""
     from rich.markup import escape
     from rich.text import Text
 
     table = new_table(*shown.columns, title=escape(shown.title))
     for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
+        words = " ".join(f"{cell.text} {cell.note}" for cell in below).split()
+        column.min_width = max(map(len, words), default=0)
         style = below[0].style
         if style == "text" or column is table.columns[0]:
             column.max_width = WIDEST_TEXT
-        else:
-            column.no_wrap = True
-            if style not in ("left", "token", *VERDICTS):  # a number
-                column.justify = "right"
-        if narrow:
-            column.header = Text("\n".join(Text.from_markup(str(column.header)).plain.split()))
+        elif style not in ("left", "token", *VERDICTS):  # a number
+            column.justify = "right"
     for row in shown.cells:
         texts = []
         for cell in row:
             sign, style = LOOKS.get(cell.style, ("", ""))
             texts.append(Text(sign + cell.text, style=style))
-            if cell.note and not narrow:
+            if cell.note:
                 texts[-1].append(f"\n{cell.note}", style="dim")
         table.add_row(*texts)
     return table

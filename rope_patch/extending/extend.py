@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.evaluation.compare import UNPATCHED, Comparison, Row, compare, row_name
 from rope_patch.evaluation.finished_work import FinishedWork, open_work
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, operations, speed
+from rope_patch.evaluation.time_budget import FILLED_SHARE, default_tokens, speed
 from rope_patch.extending.choose_method import Choice, MethodEvaluator
 from rope_patch.extending.result import Extended
-from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_of, rounds_within, windows_read
+from rope_patch.extending.round_sizes import TOO_FEW, Round, rounds_within, windows_read
 from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods.scaling import owner_of
@@ -44,8 +44,6 @@ FEW_WINDOWS = 4
 """Windows below which an interval is too wide to be useful."""
 DEFAULT_PASSES = 15
 """Windows that are read at least where no budget is given: two rounds of the default candidates."""
-LONG_SECONDS = 1800
-"""Time of a run from which on it says what would take less [s]."""
 TRAINING_SHARE = 0.5
 """Share of a budget that is for the training."""
 
@@ -291,8 +289,6 @@ class Run:
             )
             total += tokens
         lines.append(f"in all: {total:,} tokens, about {self._time(total)} at the speed measured now")
-        if total / self.speed > LONG_SECONDS:
-            lines.append(self._what_takes_less(total))
         if rounds[-1].windows <= 2:
             lines.append(TOO_FEW)
         if training is not None:
@@ -303,19 +299,6 @@ class Run:
     def _time(self, tokens: float) -> str:
         """Return the time that a number of tokens takes, at the measured speed."""
         return duration_text(tokens / self.speed)
-
-    def _what_takes_less(self, tokens: int) -> str:
-        """Return what would take less time than a number of tokens, with the times from the measured speed."""
-        length = self.options.length
-        remedies = []
-        if len(self.methods) > 2:
-            two = rounds_of(2, 1)
-            remedies.append(f"two --methods ({self._time(self.tokens(two))})")
-        shorter = 2 * self.trained_length
-        if shorter < length:
-            faster = operations(self.model, length) / operations(self.model, shorter)
-            remedies.append(f"--length {shorter} ({self._time(tokens * shorter / length / faster)})")
-        return f"what takes less: {', '.join([*remedies, 'a GPU'])}; --budget TIME reads what fits into it"
 
     def choose_task(self) -> None:
         """Ask for the first of the tasks that the unpatched model answers within its context, in one window.

@@ -31,7 +31,6 @@ def capture(
     model: nn.Module,
     token_ids: Tensor,
     *,
-    chunk: int | None = None,
     texts: Sequence[int] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
@@ -42,7 +41,6 @@ def capture(
     Args:
         model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
         token_ids: (tokens,) or (rows, tokens) token ids, at least 2 in a row; rows are separate texts, read one by one.
-        chunk: number of tokens in a forward pass, through a cache; by default a text is read in one pass.
         texts: number of the text of each row, from 0 on, where mean norms are wanted by text; by default all rows are
             of one text.
 
@@ -67,19 +65,10 @@ def capture(
             state_sums = sums[layer.index, role] = _StateSums(layer, role, states, tokens)
         state_sums.add(states, row, start, texts[row])
 
-    read = visit_states(model, rows, visit, chunk=chunk)
+    read = visit_states(model, rows, visit)
     captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
-    size = 0
-    if chunk is not None and chunk < rows.shape[1]:
-        size = chunk
-    return Capture(
-        type(locate(model).model).__name__,
-        rows.numel(),
-        len(rows),
-        tensor_hash(rows)[:16],
-        size,
-        tuple(captured),
-    )
+    name = type(locate(model).model).__name__
+    return Capture(name, rows.numel(), len(rows), tensor_hash(rows)[:16], tuple(captured))
 
 
 def device_of_sums(device: torch.device) -> torch.device:

@@ -171,7 +171,6 @@ class Capture(OfLayers):
         tokens: number of tokens that were read, in all texts.
         rows: number of texts that were read.
         text: 16 hex digits that identify the token ids.
-        chunk: number of tokens in a forward pass; 0 if each text was read in one pass.
         layers: the captured layers, in order.
     """
 
@@ -179,9 +178,8 @@ class Capture(OfLayers):
     tokens: int
     rows: int
     text: str
-    chunk: int
     layers: tuple[LayerCapture, ...]
-    schema: ClassVar[int] = 3
+    schema: ClassVar[int] = 4
 
 
 def pairs_of(features: Tensor, pairs: int, interleaved: bool) -> Tensor:

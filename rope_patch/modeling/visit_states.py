@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.read_at_once import LARGE_SLICE_TOKENS, SLICE_TOKENS
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
 
@@ -30,7 +28,6 @@ def visit_states(
     rows: Tensor,
     visit: Visit,
     *,
-    chunk: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> tuple[AttentionLayer, ...]:
     """Read a text and call a function with the states of its layers as they appear.
@@ -39,7 +36,6 @@ def visit_states(
         model: a causal language model of transformers, as for :func:`~rope_patch.modeling.capture.capture`.
         rows: (rows, tokens) token ids, as ``token_rows`` returns them.
         visit: function that is called with each state, a slice of tokens at a time.
-        chunk: number of tokens in a forward pass; by default a row is read in one pass.
         layers: indices of the layers whose states are passed on, which the model has; all by default.
 
     Returns:
@@ -48,8 +44,6 @@ def visit_states(
     Raises:
         TypeError, ValueError: the model or an argument is wrong, as for :func:`~rope_patch.modeling.capture.capture`.
     """
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     with in_eval_mode(model), contextlib.ExitStack() as stack:
         location = locate(model)
         root: Any = location.model
@@ -57,7 +51,7 @@ def visit_states(
         check_ids(rows, embedding.num_embeddings)
         decoder = root.get_decoder()
         shown = tuple(one for one in find_attention_layers(model) if layers is None or one.index in layers)
-        place, received = (0, 0), 0  # row of the text, and the position at which the pass begins
+        received = 0
 
         def passing_on(layer: AttentionLayer, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
             def show(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -66,23 +60,19 @@ def visit_states(
                 states = layer.parts[role].of(output)[0]
                 step = SLICE_TOKENS.get(states.device.type, LARGE_SLICE_TOKENS)
                 for low in range(0, len(states), step):
-                    visit(layer, role, states[low : low + step].float(), place[0], place[1] + low)
+                    visit(layer, role, states[low : low + step].float(), number, low)
 
             return show
 
         for layer in shown:
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(passing_on(layer, role)).remove)
-        size = min(chunk or rows.shape[1], rows.shape[1])
-        for number, row in enumerate(rows):
-            past: Any = DynamicCache(config=root.config) if size < len(row) else None
-            for start in range(0, len(row), size):
-                place, received = (number, start), 0
-                ids = row[None, start : start + size].to(device_of(embedding))
-                with progress.forward_pass(decoder, ids.numel()):
-                    cache = {cache_argument(decoder): past, "use_cache": past is not None}
-                    decoder(input_ids=ids, **cache)
-                # A hook that does not run would leave its layer out of the statistics in silence.
-                if received != len(shown) * len(ROLES):
-                    raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
+        for number in range(len(rows)):
+            received = 0
+            ids = rows[number : number + 1].to(device_of(embedding))
+            with progress.forward_pass(decoder, ids.numel()):
+                decoder(input_ids=ids, use_cache=False)
+            # A hook that does not run would leave its layer out of the statistics in silence.
+            if received != len(shown) * len(ROLES):
+                raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")
     return shown

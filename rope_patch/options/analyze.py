@@ -76,7 +76,6 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         None,
         least=2,
     )
-    chunk: int | None = shared.chunk()
     method: str | None = shared.method()
     patching: Patching = contained(Patching)
     output: Path = shared.output("rope-patch-analysis")

@@ -97,8 +97,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     capture = analysis.capture
     rows = analysis.rows
     shape = f"{capture.rows} of {capture.tokens // capture.rows} tokens, {capture.tokens} in all"
-    if capture.chunk:
-        shape += f", read {capture.chunk} tokens at a time"
     layers = []
     for kind, own in figures.kinds(capture):
         name = f"Layers, {kind}" if kind else "Layers"
@@ -206,13 +204,10 @@ def _sweep(analysis: Analysis) -> DataTable:
     """Return for each p the pairs that p-RoPE would stop, and what they carry."""
     rows: list[Cells] = []
     for point in analysis.p_sweep:
-        shares = (point.query_share, point.key_share, point.logit_share, point.turned)
+        shares = (point.query_share, point.key_share, point.logit_share)
         rows.append([f"{point.p:g}", Cell(str(point), style="left"), *(f"{100 * share:.1f} %" for share in shares)])
-    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "By distance")
-    caption = (
-        "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs; by "
-        "distance: the most that stopping them can change."
-    )
+    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits")
+    caption = "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs."
     return DataTable("The p sweep", columns, rows, caption)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.analysis import analyze as engine
-from rope_patch.analysis.p_sweep import half_chord, sweep_p
+from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import findings
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
@@ -102,16 +101,6 @@ def test_the_p_sweep_goes_on_from_the_patch_in_place():
     assert not resting & set(point.stopped.get("all", ()))
 
 
-def test_the_half_chord_by_hand():
-    model = small()
-    rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=128)
-    layer = capture(model, rows.ids).layers[0]
-    turned = half_chord(layer)
-    # Over many turns the mean of |sin| is 2/pi; far below a turn it is f L / 4.
-    assert float(turned[0]) == pytest.approx(2 / math.pi, abs=0.05)
-    assert float(turned[-1]) == pytest.approx(float(layer.inv_freq[-1]) * layer.context / 4, rel=1e-3)
-
-
 # --- the whole
 
 
@@ -180,7 +169,7 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     longest = [pair for pair in result.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
     assert longest and all(abs(pair.phi - 1) < 0.3 and pair.deviation < 0.3 for pair in longest)
     cheap, dear = result.p_sweep
-    assert 0 < cheap.logit_share < dear.logit_share < 1 and cheap.turned < dear.turned
+    assert 0 < cheap.logit_share < dear.logit_share < 1
 
 
 # --- the command

@@ -159,10 +159,9 @@ def test_bounds_are_of_the_table_and_the_window_in_use():
 # --- a planted checkpoint
 
 
-@pytest.mark.parametrize("chunk", [None, 11])
-def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk):
+def test_a_planted_checkpoint_agrees_with_a_brute_force_scan():
     drawn_phi, arrays = draw()
-    got = capture(planted(*arrays), ids(30, 1), chunk=chunk)
+    got = capture(planted(*arrays), ids(30, 1))
     keys, queries = every_pair(got), every_pair(got, "query")
     table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
     offsets = 0

@@ -342,15 +342,10 @@ def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_long_run_says_what_takes_less(tmp_path, monkeypatch):
+def test_a_dry_run_says_how_many_tokens_are_read_and_how_long_that_takes(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 10.0)
     result = invoke("extend", LLAMA, "--length", "1k", "-o", tmp_path / "out", "--dry-run", "--dtype", "float32")
     assert "254,208 tokens, about 7 hours at the speed measured now" in result.output
-    # Two methods read 3 windows and then 3 more. Half the length has half the tokens, which cost less each.
-    remedies = re.search(
-        r"what takes less: two --methods \((\d+) minutes\), --length 512 \((\d) hours\), a GPU", result.output
-    )
-    assert int(remedies[1]) == 11 and int(remedies[2]) in (2, 3)
 
 
 def test_a_missing_text_is_an_error_before_the_model_is_loaded(tmp_path):

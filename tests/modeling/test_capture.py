@@ -59,16 +59,15 @@ def assert_same(statistics, states, pairs, interleaved):
 # --- the values
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
+def test_statistics_equal_those_of_stored_states(name, monkeypatch):
     model, row = model_of(name), text()
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
-    got = capture(model, row, chunk=chunk)
+    got = capture(model, row)
     config = model.config
     assert [layer.index for layer in got.layers] == list(range(config.num_hidden_layers))
-    assert (got.tokens, got.rows, got.chunk) == (TOKENS, 1, chunk or 0)
+    assert (got.tokens, got.rows) == (TOKENS, 1)
     interleaved = name in INTERLEAVED
     for layer in got.layers:
         pairs = len(layer.inv_freq)
@@ -85,7 +84,7 @@ def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
 
 def test_mean_norms_by_text_are_those_of_the_texts_alone():
     model, rows = model_of("llama"), ids(20, 3)
-    got = capture(model, rows, texts=[1, 0, 1], chunk=7)
+    got = capture(model, rows, texts=[1, 0, 1])
     for text_number, own in ((0, rows[1:2]), (1, rows[[0, 2]])):
         alone = capture(model, own)
         for role in ROLES:
@@ -214,7 +213,7 @@ def test_the_model_is_left_as_it_was():
     model.train()
     model.model.layers[0].eval()
     with spy(model.lm_head) as rows:
-        capture(model, row, chunk=16)
+        capture(model, row)
     assert rows == [], "no logits"
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
     with torch.no_grad():
@@ -259,12 +258,12 @@ def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
 
 
 def test_a_capture_is_written_as_plain_arrays(tmp_path):
-    got = capture(model_of("gemma2"), text()[None], chunk=16)
+    got = capture(model_of("gemma2"), text()[None])
     path = tmp_path / "some.npz"
     got.to_npz(path)
     with numpy.load(path, allow_pickle=False) as arrays:
         outline = json.loads(str(arrays["outline"]))
-        assert (outline["model"], outline["tokens"], outline["chunk"]) == (got.model, got.tokens, 16)
+        assert (outline["model"], outline["tokens"]) == (got.model, got.tokens)
         assert len(outline["layers"]) == len(got.layers)
         for layer in got.layers:
             numpy.testing.assert_array_equal(arrays[f"layer{layer.index}.inv_freq"], layer.inv_freq)
@@ -289,7 +288,6 @@ def test_a_capture_is_written_as_plain_arrays(tmp_path):
         (torch.rand(8), {}, "token_ids must be whole numbers, got torch.float32"),
         (torch.tensor([5, 96]), {}, "token ids must be in [0, 96), got 5 to 96"),
         (torch.tensor([5, -1]), {}, "token ids must be in [0, 96), got -1 to 5"),
-        (torch.tensor([5, 6]), {"chunk": 0}, "chunk must be >= 1 token, got 0"),
     ],
 )  # fmt: skip
 def test_bad_input(tokens, options, message):
@@ -320,9 +318,8 @@ def test_states_that_are_not_finite_are_named(value):
 
     handle = feature.register_forward_hook(spoil)
     message = f"layer 0, key head 1, feature 3 is {value} at position 25: statistics need finite states"
-    for chunk in (None, 10):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            capture(model, row, chunk=chunk)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        capture(model, row)
     with pytest.raises(ValueError, match="position 25 of row 1"):
         capture(model, torch.stack((torch.full_like(row, 9), row)))
     handle.remove()
