@@ -92,11 +92,17 @@ def long_texts_are_encoded_once():
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Figures as they would have been saved, which is left out: it takes most of the time of a page."""
+    """Figures as they would have been saved, which is left out: it takes most of the time of a page.
+
+    Where they are saved as PNG they are laid out all the same, since what does not fit raises a warning there.
+    """
+    from matplotlib.figure import Figure
+
     from rope_patch.runtime import plots as base
 
     drawn = []
     monkeypatch.setattr(base, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figure.draw_without_rendering())
     return drawn
 
 

@@ -8,7 +8,7 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.modeling.read_at_once import GPU_CACHE_BLOCK_BYTES, LOGITS_AT_ONCE, SLIDING_CHUNK, WEIGHTS_BLOCK_BYTES
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE, SLIDING_CHUNK
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -57,12 +57,8 @@ def training_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
 def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     """Return the memory of reading one sequence on a GPU, without training and without an adapter [bytes].
 
-    The weights, the KV cache, in which sliding layers hold their windows alone, and the peak of each measurement, the
-    weights included. Models with sliding windows are read in chunks, others in one pass. ``kv-check`` holds each key
-    and value twice, and the last states of two windows, which it compares with those of one more; its prompts go on
-    from copies of a cache, and there are three: that of their common beginning, of one prompt, and of that prompt with
-    its answer. ``analyze`` reads rows of at most 2048 tokens, in blocks of queries, and holds six times the weights of
-    one.
+    The weights, the KV cache, in which sliding layers hold their windows alone, and the peaks of perplexity and
+    retrieval, the weights included. Models with sliding windows are read in chunks, others in one pass.
     """
     length, element = options.length, options.element
     weights = weight_bytes(shape, options)
@@ -72,16 +68,11 @@ def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
         chunk = min(length, max(SLIDING_CHUNK, *windows))
     cache, read = _cached(shape, options, chunk), _one_pass(shape, options, chunk)
     scored = max(read, min(LOGITS_AT_ONCE, length) * shape.vocab * (element + 8)) + cache * (chunk < length)
-    twice = 2 * _cached(shape, options, length)
-    states = length * shape.hidden * element
-    compared = 3 * states + max(_one_pass(shape, options, length), 4 * GPU_CACHE_BLOCK_BYTES + 2 * states)
     return {
         "weights": weights,
         "KV cache": _cached(shape, options, 0),
         "perplexity": weights + scored,
         "retrieval": weights + cache + read,
-        "kv-check": weights + max(twice + compared, 3 * twice),
-        "analyze": weights + max(_one_pass(shape, options, min(length, 2048)), 6 * WEIGHTS_BLOCK_BYTES),
     }
 
 

@@ -11,7 +11,7 @@ import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.packaged import data_path
 
 INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
-_LONGEST_NAME = 80  # what has more characters is cut in tables and figures
+_LONGEST_NAME = 80  # what has more characters is cut in tables, figures and names of files
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,17 @@ class Figure:
     title: str
     caption: str
 
-    @property
+    @cached_property
+    def drawn(self) -> Any:
+        """The figure of matplotlib, drawn once for the page and its own file."""
+        return self.draw()
+
+    @cached_property
     def source(self) -> str:
         """The figure as a self-contained image, as a ``data:`` address."""
         from rope_patch.runtime.plots import svg
 
-        return f"data:image/svg+xml;base64,{base64.b64encode(svg(self.draw()).encode()).decode()}"
+        return f"data:image/svg+xml;base64,{base64.b64encode(svg(self.drawn).encode()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,23 @@ def render(page: Page, command: str | None = None) -> str:
 
 
 def write(path: str | Path, page: Page, command: str | None = None) -> None:
-    """Write what :func:`render` returns to a file, whole or not at all."""
+    """Write what :func:`render` returns to a file, whole or not at all, and its figures as PNG to a folder beside it.
+
+    The folder is called like the file, ``report-figures`` for ``report.html``; figures of an earlier page go.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(path)
     write_atomically(path, render(page, command))
+    folder = path.with_name(f"{path.stem}-figures")
+    for earlier in folder.glob("[0-9][0-9]-*.png"):
+        earlier.unlink()
+    figures = [part for section in page.sections for part in section.parts if isinstance(part, Figure)]
+    for number, shown in enumerate(figures, 1):
+        folder.mkdir(exist_ok=True)
+        words = "-".join(re.findall(r"\w+", shown.title.lower()))
+        shown.drawn.savefig(folder / f"{number:02}-{words[:_LONGEST_NAME]}.png", dpi=150)
 
 
 def figure(draw: Callable[..., Any], *data: Any, title: str, caption: str, **options: Any) -> Figure:
