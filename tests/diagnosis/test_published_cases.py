@@ -33,8 +33,8 @@ SAID = {
     "base_is_stated_twice": ("transformers 4", "scales nothing", "--to hf"),
     "folder_of_transformers_5": ("transformers 4", "its base is 10000", "--to hf"),
     "stated_attention_factor_is_ignored": ("SGLang", "ignores attention_factor", "--to sglang"),
-    "scaling_of_sliding_layers_is_dropped": ("transformers 4", "it scales nothing", "none"),
-    "yarn_is_ignored": ("MLX", "computes plain RoPE", "none"),
+    "scaling_of_sliding_layers_is_dropped": ("transformers 4", "it scales nothing", "--to hf"),
+    "yarn_is_ignored": ("MLX", "computes plain RoPE", "--to hf"),
 }
 """Parts of the name of the check that differs, of its meaning and of its fix, for each case."""
 

@@ -243,6 +243,4 @@ def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_conf
     model.save_pretrained(tmp_path / "16k")
     with pytest.raises(ValueError, match="states two contexts"):  # the export would state the shorter one everywhere
         rope_patch.export(tmp_path / "16k", tmp_path / "out", to="vllm")
-    (found,) = [each for each in rope_patch.doctor(tmp_path / "16k").checks if each.program == "vllm"]
-    assert "Write 256 into max_position_embeddings" in found.fix
     rope_patch.apply(model, "default")
