@@ -22,7 +22,6 @@ from rope_patch.reports import kv as kv_report
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
-ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
 
 
 @pytest.fixture(scope="module")
