@@ -343,7 +343,7 @@ A {parameters / 1e6:.2f}M-parameter model, small enough to try context extension
 and to retrieve within {context} tokens; the figures below say how far it does. It knows nothing else: do not use it for
 text.
 
-- **Data**: `builtin_text("train")`, English and Python source that ship with CPython {corpus.python_version}
+- **Data**: `builtin_text("train")`, English and Python source that ship with CPython {platform.python_version()}
   (PSF License; SHA-256 of the documents `{corpus.sha256}`),
   random strings, and passkey prompts over that text. Held-out and haystack documents of this Python were never
   trained on; a file that another Python ships changed may fall into another split there.

@@ -141,7 +141,7 @@ def _row(program: str, built: Built, table: RotaryTable, fix: str) -> ProgramRea
     return ProgramReading(program, table.layer_type, DIFFERS, built, difference, reasons, fix)
 
 
-_EXPORTS = {"transformers-4": "hf", "mlx": "hf", "llama.cpp": "gguf --converter PATH"}
+_EXPORTS = {"transformers-4": "hf -o OUT", "mlx": "hf -o OUT", "llama.cpp": "gguf --converter PATH -o OUT.gguf"}
 """What ``export --to`` takes for a program if that is not its name."""
 
 
@@ -152,7 +152,8 @@ def _fix(source: str | Path, program: str, model: Any) -> str:
             verify_model(model)
         except PatchError:
             return "rope-patch doctor FOLDER --repair -o OUT: the config is not what the patch record describes"
-    export = f"rope-patch export {shlex.quote(str(source))} --to {_EXPORTS.get(program, program)} -o OUT"
+    to = _EXPORTS.get(program, f"{program} -o OUT")
+    export = f"rope-patch export {shlex.quote(str(source))} --to {to}"
     return f"{export}, which says so if it cannot; then rope-patch doctor OUT --for {program}"
 
 

@@ -121,7 +121,6 @@ class Comparison:
             returns it [tokens].
         text: SHA-256 of the held-out text.
         text_name: name of the held-out text.
-        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
         confidence: confidence that all intervals of a column hold together (Bonferroni over all pairs of methods).
         model: class of the model, and name of its checkpoint.
         environment: versions of the packages, device and data type.
@@ -132,7 +131,6 @@ class Comparison:
     trained_length: int
     text: str
     text_name: str
-    python_version: str | None
     confidence: float = 0.95
     model: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -216,7 +214,7 @@ class Comparison:
             rows.append(values)
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
-        names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
+        names = ("trained_length", "text", "text_name", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
         head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
         # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.
@@ -272,7 +270,6 @@ def compare(
         trained_length=trained_length(model),
         text=suite.text_sha256,
         text_name=suite.text_name,
-        python_version=suite.python_version,
         model=f"{type(model).__name__} {model_name(model)}".strip(),
         environment=environment_values,
     )

@@ -227,7 +227,6 @@ class NeedleSuite(Suite):
             spec.seed,
             f"{self.text_name}, a needle in the first {spec.lengths[0]} tokens of each window",
             self.text_sha256,
-            self.python_version,
             self.laden[0].window.source.prefix,
         )
         return {self.task: result}

@@ -109,7 +109,6 @@ class Suite(ABC):
         windows: windows of the text, each as long as the longest length and beginning with the special tokens.
         text_name: name of the text in results.
         text_sha256: digest of the text; "" if none is read.
-        python_version: version of CPython whose files the built-in texts are made of; None for the user's texts.
 
     Raises:
         ValueError: there is too little text.
@@ -132,7 +131,6 @@ class Suite(ABC):
             self.windows, self.text_sha256 = spread_windows(
                 tokenizer, self.source, spec.longest, spec.windows, most=self.most_windows
             )
-        self.python_version = self.source.python_version if isinstance(self.source, Corpus) else None
 
     @property
     def planned(self) -> EvalSpec:
@@ -178,7 +176,6 @@ class EvalSuite(Suite):
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
-        self.python_version = self.python_version or self.prompts.haystack.python_version
 
     @property
     def tokens(self) -> int:

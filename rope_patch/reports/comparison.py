@@ -246,10 +246,7 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("Methods", ", ".join(row.label for row in comparison.rows)),
         ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
     ]
-    source = comparison.text_name
-    if comparison.python_version:
-        source += f", of the files of Python {comparison.python_version}"
-    return [*facts, *scores_facts(scores, source, comparison.text)]
+    return [*facts, *scores_facts(scores, comparison.text_name, comparison.text)]
 
 
 def scores_facts(scores: EvalResult, text_name: str, text_sha256: str) -> list[tuple[str, str]]:

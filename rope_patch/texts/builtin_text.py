@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import inspect
 import os
-import platform
 import sys
 import sysconfig
 import warnings
@@ -46,13 +45,11 @@ class Corpus:
         split: name of the part: train, heldout or haystack.
         documents: the texts, in a fixed order.
         sha256: digest of the documents, which differ between versions of Python.
-        python_version: the version of CPython whose files these are.
     """
 
     split: str
     documents: tuple[str, ...]
     sha256: str
-    python_version: str
 
     @property
     def text(self) -> str:
@@ -77,7 +74,7 @@ def builtin_text(split: Split) -> Corpus:
         raise ValueError(f"unknown split {split!r}. Known: {', '.join(get_args(Split))}")
     documents = tuple(text for text in _documents() if _split_of(text) == split)
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Corpus(split, documents, digest, platform.python_version())
+    return Corpus(split, documents, digest)
 
 
 def _split_of(text: str) -> Split:

@@ -127,7 +127,7 @@ def test_the_shortest_prompt_has_no_haystack():
 
 def test_haystacks_by_name_and_by_path(tmp_path):
     corpus = builtin_text("haystack")
-    assert Haystack.of("builtin") == Haystack(corpus.text, "builtin", python_version=corpus.python_version)
+    assert Haystack.of("builtin") == Haystack(corpus.text, "builtin")
     assert Haystack.of("noise").endless
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")

@@ -22,13 +22,11 @@ class Haystack:
         name: name of the text in results.
         endless: whether the text is repeated if it is too short. Only noise is: a text with content said twice would be
             another task.
-        python_version: version of CPython whose files the built-in text is made of; None for other texts.
     """
 
     text: str
     name: str = "text"
     endless: bool = False
-    python_version: str | None = None
 
     @property
     def sha256(self) -> str:
@@ -47,8 +45,7 @@ class Haystack:
             case Haystack():
                 haystack = source
             case "builtin":
-                corpus = builtin_text("haystack")
-                haystack = cls(corpus.text, "builtin", python_version=corpus.python_version)
+                haystack = cls(builtin_text("haystack").text, "builtin")
             case "noise":
                 haystack = cls(NOISE, "noise", endless=True)
             case Path():

@@ -81,7 +81,6 @@ class RetrievalResult:
         seed: seed of the values and haystacks.
         haystack: name of the haystack.
         haystack_sha256: digest of the haystack's text.
-        python_version: version of CPython whose files the built-in haystack is made of; None for other texts.
         prefix: ids of the special tokens in front of each prompt; none in a chat, whose template writes them.
         chat: whether the prompts go through the tokenizer's chat template.
         chat_sha256: digest of what the template writes before and after a prompt; "" without a template.
@@ -92,7 +91,6 @@ class RetrievalResult:
     seed: int
     haystack: str
     haystack_sha256: str
-    python_version: str | None
     prefix: tuple[int, ...]
     chat: bool = False
     chat_sha256: str = ""
@@ -251,7 +249,6 @@ def retrieval(
         seed=spec.seed,
         haystack=maker.haystack.name,
         haystack_sha256=maker.haystack.sha256,
-        python_version=maker.haystack.python_version,
         prefix=maker.prefix,
         chat=maker.turns is not None,
         chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
