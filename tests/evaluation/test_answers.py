@@ -11,12 +11,12 @@ from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import HAY, ROOM, TOKENIZER, bold
 
+from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.suite import EvalSuite, retrieval_warnings
+from rope_patch.evaluation.suite import retrieval_warnings
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.options.evaluation import EvalSpec
 
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] | trim + '\\n' }}"
@@ -95,7 +95,7 @@ def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chat
     for plain in (retrieval(bold(), TOKENIZER, **asked), retrieval(bold(), chatty, **asked, chat_template="off")):
         assert plain.chat is False and plain.chat_sha256 == ""
     with pytest.raises(ValueError, match="template"):
-        EvalSuite(EvalSpec([100], windows=0, chat_template="on"), TOKENIZER)
+        retrieval(bold(), TOKENIZER, **asked, chat_template="on")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{{ messages[0]['content'] | upper }}"])
@@ -107,26 +107,39 @@ def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_us
         chat_turns(chatty, "on")
 
 
-# --- an unpatched model that fails within its trained length
+# --- scores that are low within the trained length
 
 
-def answered_by(*shares, **fields):
-    """Scores of ten prompts at each of two lengths, of which these shares are right."""
-    hits = {(n, 0.5): [i < 10 * share for i in range(10)] for n, share in zip((64, 128), shares, strict=True)}
+def scores(right, **fields):
+    """Scores of six prompts at each of three lengths, of which so many are answered."""
+    hits = {(length, 0.5): [i < count for i in range(6)] for length, count in zip((64, 128, 256), right, strict=True)}
     return result_of(None, retrieval_of(hits, **fields))
 
 
-def warnings_of(scores, trained_length):
-    return retrieval_warnings({"default": scores}, "default", trained_length)
+@pytest.mark.parametrize(
+    ("right", "trained", "words"),
+    [
+        ({"yarn": (4, 0, 0), "pi": (2, 0, 0)}, 64, ["4 of 6", "default"]),
+        ({"pi": (2, 1, 0)}, 200, ["1 of 6", "128"]),  # the worst within it
+        ({"default": (2, 0, 0), "yarn": (2, 0, 0)}, 64, ["2 of 6", "without a patch"]),
+        ({"default": (5, 0, 0)}, 64, []),  # answered: .83 of .75
+        ({"yarn": (5, 0, 0), "pi": (0, 0, 0)}, 64, []),  # one method does, so the task is not too hard
+        ({"default": (0, 0, 0)}, 32, []),  # nothing was measured within the trained length
+    ],
+)
+def test_low_scores_within_the_trained_length_are_warned_of(right, trained, words):
+    results = {method: scores(counts) for method, counts in right.items()}
+    warnings = retrieval_warnings(results, "default", trained)
+    assert len(warnings) == (words != []) and all(word in warnings[0] for word in words)
+    rows = tuple(Row(method, result, ()) for method, result in results.items())
+    patched = Comparison(rows, rows[0].scores.spec, trained, "", "", None, environment={"patch before": "pi"})
+    assert patched.warnings == [], "of a model that came with a patch, none of them is the unpatched one"
 
 
-def test_failing_within_the_trained_length_is_said_with_what_to_try():
-    (sentence,) = warnings_of(answered_by(0.5, 0.0, task="niah", haystack="builtin"), 64)
-    assert all(word in sentence for word in ("5 of 10", "64", "passkey", "noise")) and "chat" not in sentence
-    (sentence,) = warnings_of(answered_by(1.0, 0.7, chat=True), 128)
-    assert "128" in sentence and "chat_template off" in sentence and "the task" not in sentence
-
-
-def test_failing_beyond_the_trained_length_is_expected():
-    assert warnings_of(answered_by(0.8, 0.0), 64) == []
-    assert warnings_of(answered_by(0.0, 0.0), 32) == []
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"task": "niah", "haystack": "builtin"}, ["passkey", "noise"]), ({"chat": True}, ["chat_template off"])],
+)
+def test_what_may_be_easier_is_advised(fields, words):
+    (sentence,) = retrieval_warnings({"default": scores((0, 0, 0), **fields)}, "default", 64)
+    assert all(word in sentence for word in words)
