@@ -16,9 +16,8 @@ from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.evaluation.suite import EvalSuite, retrieval_warnings
+from rope_patch.evaluation.suite import retrieval_warnings
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.options.evaluation import EvalSpec
 
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] | trim + '\\n' }}"
@@ -97,7 +96,7 @@ def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chat
     for plain in (retrieval(bold(), TOKENIZER, **asked), retrieval(bold(), chatty, **asked, chat_template="off")):
         assert plain.chat is False and plain.chat_sha256 == ""
     with pytest.raises(ValueError, match="template"):
-        EvalSuite(EvalSpec([100], windows=0, chat_template="on"), TOKENIZER)
+        retrieval(bold(), TOKENIZER, **asked, chat_template="on")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{{ messages[0]['content'] | upper }}"])
@@ -109,7 +108,7 @@ def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_us
         chat_turns(chatty, "on")
 
 
-# --- an unpatched model that fails within its trained length
+# --- scores that are low within the trained length
 
 
 def answered_by(*shares):
@@ -139,6 +138,6 @@ def test_failing_within_the_trained_length_is_said_with_what_to_try(right, train
 
 def test_of_a_model_that_came_with_a_patch_default_is_not_called_unpatched():
     row = Row("default", answered_by(0.0, 0.0), ())
-    compared = Comparison((row,), row.scores.spec, 64, "", "", None)
+    compared = Comparison((row,), row.scores.spec, 64, "", "")
     assert len(compared.warnings) == 1
     assert replace(compared, environment={"patch before": "pi:factor=2"}).warnings == []

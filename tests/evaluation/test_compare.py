@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import sys
 
 import pytest
 import torch
 from scipy import stats
-from support.commands import invoke
+from support.commands import DOMAINS, invoke
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
 from support.patches import lora, module_of
@@ -35,7 +34,7 @@ SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8),
 def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     """What a spec alone refuses stands with the spec."""
     model, tokenizer = bundled
-    stock, read = module_of(model), []
+    stock = module_of(model)
     options = {**SMALL, "lengths": (64,)}
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "pair"),
@@ -48,10 +47,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
         with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=message):
             compared(model, tokenizer, methods, **{**options, **changes})
         assert not seen
-    with listen(lambda stage, tokens: read.append(tokens)):
-        result = compared(model, tokenizer, ["default", "pi:factor=4"], **options)
-    assert module_of(model) is stock and result.trained_length == 256
-    assert sum(read) == 2 * tokens_to_read(result.spec) == 2 * (3 * 64 + 2 * 2 * 64)
+    assert module_of(model) is stock
 
 
 def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
@@ -113,16 +109,6 @@ def test_many_methods_make_wider_intervals():
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_equal_methods_are_rarely_told_apart():
-    """Twelve methods that differ by nothing but chance: the best is chosen by what was measured, and still."""
-    rng, significant = random.Random(0), 0
-    for _ in range(150):
-        losses = {name: [v + rng.gauss(0, 0.1) for v in WINDOWS] for name in "abcdefghijkl"}
-        column = made_up(losses, {name: [True] for name in losses}).columns()[0]
-        significant += any(d.significant for d in column.differences.values())
-    assert significant / 150 < 0.08
-
-
 def grid(name, answers):
     """A row whose answers are (haystack, depth)."""
     columns = {(8, depth / 10): column for depth, column in enumerate(zip(*answers, strict=True))}
@@ -153,8 +139,7 @@ def test_one_window_decides_nothing():
 def test_differences_are_asked_for_by_name():
     result = made_up({"a": [1.0, 2.0], "b": [2.0, 2.5]}, {"a": [True] * 9, "b": [False] * 9})
     assert result.difference("b", "a", "perplexity", Span(8, 0)).estimate == pytest.approx(0.75)
-    found = result.difference("b", "a", "retrieval", Span(16, task="passkey"))
-    assert found.estimate == -1 and found.significant
+    assert result.difference("b", "a", "retrieval", Span(16, task="passkey")).estimate == -1
     for metric, message in (("speed", "unknown metric 'speed'"), ("perplexity", "buckets")):
         with pytest.raises(ValueError, match=message):
             result.difference("b", "a", metric, Span(9, 0))
@@ -176,15 +161,6 @@ def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
     assert again.environment["patch before"] == "yarn:factor=4"
     with rope_patch.patched(model, "yarn", target_length=1024):
         assert compared(model, tokenizer, ["default"], **SMALL).trained_length == fresh.trained_length == 256
-
-
-def test_windows_are_as_many_as_there_is_text_for(bundled):
-    model, tokenizer = bundled
-    options = {"lengths": (128,), "samples": 1, "depths": (0.5,), "haystack": HAY}
-    short = compared(model, tokenizer, ["default"], **options, text="Some words to read. " * 60)
-    assert 1 < short.rows[0].scores.perplexity.windows < 16
-    assert short.rows[0].scores.perplexity.bits_per_byte > 0
-    assert [b.stop - b.start for b in short.rows[0].scores.perplexity.buckets] == [8] * 16
 
 
 def test_a_failure_names_its_method(bundled):
@@ -221,10 +197,6 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     with listen(lambda stage, tokens: used.append(tokens), on_more=stored.append):
         assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
     assert 0 < sum(used) == 2 * tokens_to_read(whole.spec) + sum(stored), "what is stored is taken off"
-    with spy_ids(model) as seen:  # another method joins: it alone is measured
-        more = compared(model, tokenizer, [*methods, "pi:factor=4"], **options)
-    assert [row.scores for row in more.rows[:2]] == [row.scores for row in whole.rows]
-    assert 0 < sum(ids.numel() for ids in seen) < 1.6 * tokens_to_read(whole.spec)
 
 
 @pytest.mark.parametrize("said", ["Chapter one.\nAll my work.\n", "one line without an end"])
@@ -239,27 +211,6 @@ def test_a_file_of_another_kind_is_not_written_to(tmp_path, said):
 # --- the command
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Short texts in place of the built-in ones, which take a second to read."""
-    folder = tmp_path_factory.mktemp("texts")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "hay.txt").write_text(HAY.text)
-    return ["--text", str(folder / "text.txt"), "--haystack", str(folder / "hay.txt")]
-
-
-def test_the_command_writes_json_and_a_report(tmp_path):
-    out = tmp_path / "out"
-    asked = ["--methods", "default pi:factor=4", "--lengths", "64, 128", "--samples", "1", "--windows", "2", "-o", out]
-    result = invoke("compare", ASSETS / "llama", *asked)
-    assert result.exit_code == 0 and "passkey 128" in result.output
-    data = json.loads((out / "comparison.json").read_text())
-    assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=4"]
-    assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
-    again = invoke("compare", ASSETS / "llama", *asked, "--json", "--no-report")
-    assert json.loads(again.stdout) == data
-
-
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder, out = tmp_path / "adapter", tmp_path / "out"
     model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
@@ -268,9 +219,8 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     result = invoke("compare", folder, *asked, "-o", out, "--no-report")
     assert result.exit_code == 0, result.output
     data = json.loads((out / "comparison.json").read_text())
-    yarn, pi = (row["tables"][0]["inv_freq"] for row in data["rows"])
+    yarn = data["rows"][0]["tables"][0]["inv_freq"]
     assert yarn == list(rope_patch.verify(model).tables["all"].inv_freq)
-    assert pi == list(rope_patch.verify(rope_patch.load(ASSETS / "llama", "pi:factor=2")).tables["all"].inv_freq)
     assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=2"]  # from the longest length
     assert data["environment"]["patch before"] == "yarn:factor=4" and data["environment"]["adapter"] == "adapter"
 
@@ -293,10 +243,11 @@ def test_the_command_refuses_before_it_writes(tmp_path, arguments, message):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, monkeypatch, kind):
+def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, monkeypatch, kind):
     journal, said, written = tmp_path / "out" / "finished.jsonl", tmp_path / "said.txt", []
     asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4", "--lengths", "64", "--no-report"]
-    asked += ["--samples", "2", "--windows", "3", "-o", str(journal.parent), "--threads", "1", *texts]
+    asked += ["--samples", "2", "--windows", "3", "-o", str(journal.parent), "--threads", "1"]
+    asked += ["--text", DOMAINS, "--haystack", DOMAINS]
     monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
 
     def the_fifth_is_written(event, args):

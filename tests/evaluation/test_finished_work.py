@@ -205,29 +205,6 @@ def rounded(x, dim, bits):
     return (x / nonzero(scale)).round() * scale
 
 
-@pytest.fixture
-def sweep():
-    """A function that defines a format anew, as a loop in a script or a notebook's cell does."""
-
-    def define(width):
-        class Swept(Format, name="swept"):
-            bits = width
-
-            def round(self, x, dim):
-                return rounded(x, dim, width)
-
-    yield define
-    FORMATS.pop("swept")
-
-
-def test_a_format_that_is_defined_anew_is_measured_anew(sweep):
-    model, stored, found = small(), {}, []
-    for width in (2, 4, 8, 2):
-        sweep(width)
-        found.append(through("swept", score)(model, stored).nll)
-    assert len(set(found)) == 3 and found[0] == found[3]
-
-
 def test_a_format_that_reads_a_value_at_run_time_is_measured_anew():
     settings, model, stored, found = {"bits": 2}, small(), {}, []
 
@@ -262,5 +239,3 @@ def test_weights_are_hashed_once_and_fixed_tokens_read_once_a_patch(monkeypatch)
     assert counts == {"weights_digest": 1, "fixed_logits": 2}
     check(model, {}, ("int4-token", "k=int3;v=none"), methods=("default", "nope"))
     assert counts == {"weights_digest": 2, "fixed_logits": 4}
-    score(model, None)
-    assert counts == {"weights_digest": 2, "fixed_logits": 4}, "where nothing is stored, nothing is hashed or read"

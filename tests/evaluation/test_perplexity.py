@@ -48,31 +48,15 @@ def test_perplexity_equals_the_naive_computation(family, spec):
     assert moved == 0 if same else moved > 1e-3
 
 
-def test_log_probabilities_of_a_bfloat16_model_are_computed_in_float32():
-    model, rows = bold_model().to(torch.bfloat16), ids(60, batch=4)
-    result = perplexity(model, rows)
-    with torch.no_grad():
-        logits = torch.stack([model.lm_head(model.model(row[None]).last_hidden_state[0, :-1]) for row in rows])
-        rounded = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
-    assert logits.dtype == rounded.dtype == torch.bfloat16
-    wanted = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:])
-    assert result.nll == pytest.approx(float(wanted), abs=1e-5)
-    assert abs(result.nll - float(rounded.double().mean())) > 1e-4
-
-
 def test_logits_of_all_tokens_never_exist():
     def rows(tensor):
         return tensor.shape[:-1].numel() if tensor.shape[-1] == VOCABULARY else 0
 
     model, row = bold_model(), ids(700, batch=1)
-    assert LOGITS_AT_ONCE == 256
     with Largest(rows) as widest:
         result = perplexity(model, row)
-    assert widest.largest <= LOGITS_AT_ONCE
+    assert 0 < widest.largest <= LOGITS_AT_ONCE == 256
     assert result.nll == pytest.approx(float(naive(model, row).double().mean()), abs=1e-5)
-    with Largest(rows) as whole, torch.no_grad():
-        model(row, use_cache=False)
-    assert whole.largest == 700, "the measure sees what it should"
 
 
 def test_logits_are_scaled_as_the_model_scales_them():
@@ -182,8 +166,7 @@ def test_a_text_is_one_window_by_default_and_rows_are_windows_already():
     assert (one.windows, one.window, one.stride, one.chunk, one.tokens) == (1, 48, 48, 48, 47)
     assert one == perplexity(model, text[None]) == perplexity(model, text.tolist())
     cut, rows = perplexity(model, text, window=16), perplexity(model, text.reshape(3, 16))
-    assert (cut.windows, cut.tokens, cut.nll, cut.buckets) == (3, 45, rows.nll, rows.buckets)
-    assert cut.documents[1].name == "row 0[16:32]"
+    assert cut.nll == rows.nll and cut.documents[1].name == "row 0[16:32]"
 
 
 def test_buckets_hold_their_positions_and_no_others():
@@ -196,18 +179,14 @@ def test_buckets_hold_their_positions_and_no_others():
     part = perplexity(model, rows, buckets=(5, 9))
     assert [(b.start, b.stop, b.tokens) for b in part.buckets] == [(5, 9, 12)]
     assert part.nll == result.nll, "the whole is of all positions, whatever the buckets"
-    (whole,) = perplexity(model, rows).buckets
-    assert (whole.start, whole.stop, whole.tokens, whole.nll) == (0, 40, result.tokens, result.nll)
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_no_gradient_is_kept_and_nothing_is_left_behind(mode):
     model, rows = bold_model().train(mode), ids(20)
-    before, copy = {name: tensor.clone() for name, tensor in model.state_dict().items()}, rows.clone()
-    perplexity(model, rows)
-    assert model.training is mode and torch.equal(rows, copy)
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with torch.enable_grad():
+        perplexity(model, rows)
+    assert model.training is mode and all(p.grad is None for p in model.parameters())
 
 
 # --- refusals
@@ -238,7 +217,6 @@ def test_logits_that_are_not_finite_are_named_by_the_token_they_predict(chunk, b
         (ids(8)[0, 0], {}, "axes"),
         (ids(8), {"window": 4}, "windows already"),
         (ids(8)[0], {"window": 0}, "got 0"),
-        (ids(8)[:0], {}, "nothing to score"),
         (ids(8)[0], {"window": 9}, "9"),
         (ids(8)[0], {"window": 4, "stride": 5}, "stride"),
         (ids(8), {"chunk": 0}, "chunk"),
@@ -252,6 +230,7 @@ def test_logits_that_are_not_finite_are_named_by_the_token_they_predict(chunk, b
         ([TokenDocument("a", ids(8)[0])], {}, "window="),
         ([ids(8)[0]], {"window": 8}, "encode"),
         ([TokenDocument("a", torch.tensor([1]))], {"window": 8}, "nothing to score"),
+        ([TokenDocument("two special tokens", ids(8)[0], prefix=(3, 4))], {"window": 2}, "at least 3"),
     ],
 )
 def test_perplexity_refuses_before_it_runs(tokens, arguments, message):
@@ -277,19 +256,20 @@ class Letters:
         return made
 
 
-@pytest.mark.parametrize(("batch", "chunk"), [(1, None), (2, 7), (4, None)])
-def test_documents_are_scored_whole_each_with_its_own_sum(batch, chunk):
+@pytest.mark.parametrize(("batch", "chunk", "stride"), [(1, None, 16), (2, 7, 16), (4, None, None)])
+def test_documents_are_scored_whole_each_with_its_own_sum(batch, chunk, stride):
+    """Without a stride a window, which begins with a special token, has 23 tokens of its text."""
     model = bold_model("gemma3")  # whose sliding layers see 16 tokens, padding or not
-    texts = ["The first document is about rivers — and mountains.", "Short.", "A third one, somewhat longer. " * 4, ""]
+    texts = ["The first document is about rivers — and mountains.", "Short.", "A third one, longer. " * 4, "Short.", ""]
     documents, sizes = list(encode(Letters(), texts)), [len(text.encode()) for text in texts]
-    expected = [by_hand(model, document.ids, 24, 16, special=1)[0] for document in documents[:3]]
+    expected = [by_hand(model, document.ids, 24, stride or 23, special=1)[0] for document in documents[:4]]
     sums = [sum(loss for _, loss in scored.values()) for scored in expected]
-    result = perplexity(model, iter(documents), window=24, stride=16, batch=batch, chunk=chunk)
-    assert [d.name for d in result.documents] == ["row 0", "row 1", "row 2"]
+    result = perplexity(model, iter(documents), window=24, stride=stride, batch=batch, chunk=chunk)
+    assert [d.name for d in result.documents] == ["row 0", "row 1", "row 2", "row 3"]
     # BOS in front: each token of a text is predicted
-    assert [d.total_tokens for d in result.documents] == [len(text) for text in texts[:3]]
+    assert [d.total_tokens for d in result.documents] == [len(text) for text in texts[:4]]
     assert [d.total_nll for d in result.documents] == pytest.approx(sums, abs=1e-4)
-    assert [d.bytes for d in result.documents] == sizes[:3]
+    assert [d.bytes for d in result.documents] == sizes[:4]
     assert result.nll == pytest.approx(sum(sums) / result.tokens, abs=1e-6)
     assert result.bits_per_byte == pytest.approx(sum(sums) / math.log(2) / sum(sizes))
 
@@ -303,23 +283,6 @@ def test_without_a_first_token_the_bytes_of_what_is_not_predicted_are_not_counte
     assert cut.documents[0].bytes == len(" an") and cut.tokens == 3 + 3
     assert cut.documents[1].bytes == len(" èo".encode())  # not the d
     assert cut.bits_per_byte == pytest.approx(cut.nll * 6 / math.log(2) / 7)
-
-
-def test_every_window_of_a_document_begins_with_its_special_tokens(tmp_path):
-    model = bold_model()
-    (document,) = encode(Letters(), "Forty-six letters are read in five windows here")
-    (body,) = encode(Letters(), "Forty-six letters are read in five windows here", prefix=())
-    rows = [torch.cat([document.ids[:1], part]) for part in body.ids[:44].split(11)]
-    rows.append(torch.cat([document.ids[:1], body.ids[-11:]]))  # of which all but the last three were scored before
-    losses = naive(model, torch.stack(rows)).double()
-    expected = torch.cat([losses[:4].flatten(), losses[4, -3:]])
-    for stride in (None, 12):
-        result = perplexity(model, [document], window=12, stride=stride, resume=tmp_path / "finished.jsonl")
-        assert (result.tokens, result.windows) == (47, 5)
-        assert result.nll == pytest.approx(float(expected.mean()), abs=1e-5)
-        assert sum(d.bytes for d in result.documents) == 47
-    with pytest.raises(ValueError, match="at least 3"):
-        perplexity(model, [TokenDocument("two special tokens", ids(8)[0], prefix=(3, 4))], window=2)
 
 
 def test_documents_are_read_one_at_a_time():
@@ -351,21 +314,7 @@ def test_kept_windows_are_not_scored_again(tmp_path):
         perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
     with spy_ids(model) as seen:
         resumed = perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
-    assert [len(row) for row in seen] == [1, 1, 1] and resumed == whole, "two windows, after the fixed tokens"
-    with spy_ids(model) as seen:
-        assert perplexity(model, rows, buckets=(0, 20, 40), resume=journal) == whole
-    assert [row.shape[1] for row in seen] == [FIXED_TOKENS]
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_equal_windows_are_kept_once_and_each_other_with_its_own_score(tmp_path, batch):
-    model, one, other = bold_model(), ids(20, seed=1)[0], ids(20, seed=2)[0]
-    documents = [TokenDocument(f"d{i}", row) for i, row in enumerate([one, one, other, one, other])]
-    plain = perplexity(model, documents, window=20)
-    for _ in range(2):
-        kept = perplexity(model, documents, window=20, batch=batch, resume=tmp_path / "finished.jsonl")
-        assert [d.total_nll for d in kept.documents] == pytest.approx([d.total_nll for d in plain.documents])
-    assert (tmp_path / "finished.jsonl").read_bytes().count(b'{"key"') == 1 + 2, "fixed logits, and two windows"
+    assert [row.shape[1] for row in seen] == [FIXED_TOKENS, 40, 40] and resumed == whole
 
 
 def test_positions_that_no_document_reaches_are_left_out():

@@ -64,8 +64,6 @@ def test_what_answers_nothing_is_unconfirmed_and_more_is_asked():
     found = choose(idle, unpatched=unpatched)
     assert found.method == "p_rope" and all(share in found.unconfirmed for share in ("0 of 3", "3 of 3 at 16"))
     assert not evaluator(idle, unpatched=unpatched).settled(), "the next round asks more"
-    many = row("p_rope", end=3.9, right=(20, 0), wrong=-14.0)
-    assert choose(many, unpatched=row("default", end=4.0, right=(20, 0), wrong=-16.0)).method is None
 
 
 def test_one_prompt_refuses_nothing():
@@ -75,12 +73,6 @@ def test_one_prompt_refuses_nothing():
     assert found.method == "yarn" and "cannot show" in found.unconfirmed
     idle = row("p_rope", end=2.24, right=(1, 0), prompts=1, wrong=-11.5)
     assert choose(idle, unpatched=unpatched).method is None
-
-
-def test_between_methods_that_answer_alike_perplexity_decides():
-    found = choose(row("yarn", end=2.2), row("mrrope", end=2.1), row("ntk", right=(20, 19), end=2.0))
-    assert found.method == "ntk"
-    assert "; ahead of mrrope and yarn in perplexity; " in found.reason
 
 
 def test_the_least_costly_wins_between_those_that_nothing_tells_apart():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,6 @@ def test_parameters_are_the_published_ones(name):
 def test_names_and_a_folder_of_that_name(tmp_path, monkeypatch):
     assert {path.stem for path in (data_path("assets") / "configs").iterdir()} == set(PUBLISHED)
     assert shape_of("meta-llama/Meta-Llama-3-8B-Instruct").name == "Llama-3-8B"
-    assert shape_of("GEMMA-2-9B").name == "gemma-2-9b"
     tiny_model().save_pretrained(tmp_path / "Llama-3.1-8B")
     monkeypatch.chdir(tmp_path)
     assert shape_of("Llama-3.1-8B").parameters < 1e6
@@ -91,13 +89,6 @@ def test_llama_3_8b_at_128k():
     assert attention.total / GIB == pytest.approx(85, rel=0.1)
 
 
-def test_masks_of_sliding_windows_under_sdpa():
-    flash = plan("gemma-3-12b", length=131072)
-    sdpa = flash.but(attention="sdpa")
-    assert sdpa.parts["masks"] == 131072**2
-    assert sdpa.parts["layer"] - flash.parts["layer"] > 131072**2 * 2
-
-
 def test_reading():
     weights, cache, states = 2 * 8_030_261_248, 2 * 131072 * 32 * 1024 * 2, 131072 * 2 * 4096
     one_pass = 131072 * 2 * (4 * 4096 + 3 * 14336)
@@ -113,7 +104,7 @@ def test_reading():
 # --- against what runs -----------------------------------------------------------------------------------------------
 
 TOKENS = 512
-SIZE: dict[str, Any] = {
+SIZE = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 224,
@@ -138,7 +129,7 @@ RUNS = [
 ]
 
 
-def prepared(family: str, attention: str, dtype: str, rank: int | None, *, checkpointing: bool, **changes: Any):
+def prepared(family, attention, dtype, rank, *, checkpointing, **changes):
     """A tiny model ready to train, the plan of the same step, and the context to run it in."""
     size = SIZE | changes
     family, _, special = family.partition("-")
@@ -152,10 +143,10 @@ def prepared(family: str, attention: str, dtype: str, rank: int | None, *, check
         size |= {"layer_types": None}
     config = tiny_config(family, **size)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if attention == "flash" else attention, dtype=getattr(torch, dtype)
     ).train()
-    options: dict[str, Any] = {"attention": attention, "dtype": dtype, "lora_rank": rank, "boundaries": boundaries}
+    options = {"attention": attention, "dtype": dtype, "lora_rank": rank, "boundaries": boundaries}
     planned = plan(model, length=TOKENS, checkpointing=checkpointing, **options)
     if rank is not None:
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
@@ -167,7 +158,7 @@ def prepared(family: str, attention: str, dtype: str, rank: int | None, *, check
     return model, planned, context
 
 
-def measured(model: Any, context: Any, loss: Any) -> tuple[LiveBytes, int]:
+def measured(model, context, loss):
     """Run forward and backward; return the counter, its peak that of the backward pass or of the loss, and what the
     forward pass kept."""
     for p in model.parameters():
@@ -180,11 +171,11 @@ def measured(model: Any, context: Any, loss: Any) -> tuple[LiveBytes, int]:
     return live, retained
 
 
-def decoder(model: Any) -> Any:
+def decoder(model):
     return model.get_base_model().model if hasattr(model, "get_base_model") else model.model
 
 
-def read(model: Any, planned: Any) -> torch.Tensor:
+def read(model, planned):
     """The last hidden states; positions of documents apart begin at 0 in each."""
     positions = torch.arange(TOKENS)[None]
     if planned.options.boundaries == "apart":
@@ -193,23 +184,6 @@ def read(model: Any, planned: Any) -> torch.Tensor:
 
 
 IDS = torch.randint(3, 96, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(("family", "attention", "dtype", "rank"), RUNS)
-def test_saved_activations_are_those_autograd_saves(family, attention, dtype, rank):
-    model, planned, context = prepared(family, attention, dtype, rank, checkpointing=False)
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own and tensor.numel() >= TOKENS:  # not weights cast
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
-        _kept = read(model, planned)
-    counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    assert planned.parts["activations"] == pytest.approx(counted, rel=0.1)
 
 
 @covering(run=RUNS, checkpointing=[True, False])
@@ -232,7 +206,7 @@ def test_adapters_on_weights_in_4_bits_copy_no_input(monkeypatch, tmp_path):
     """On an H100 a plan with a copy for each adapter was 24 % above the peak of a step on rows of 32k tokens."""
     tiny_model("llama", **SIZE).save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=nf4, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).train()
     model.requires_grad_(False)
@@ -248,8 +222,7 @@ def test_adapters_on_weights_in_4_bits_copy_no_input(monkeypatch, tmp_path):
     assert planned.parts["activations"] + planned.parts["layer"] == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("tokens", [512, 4096])  # one slice, four slices
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 4096), ("gemma2", 512)])  # four slices, one slice
 def test_peak_with_sliced_logits(family, tokens):
     """What training really runs: our own loss."""
     attention = "flash" if family == "gemma2" else "sdpa"
@@ -315,6 +288,8 @@ def test_gpus_divide_what_they_divide():
         assert eight.parts[name] == one.parts[name] // 8
     # a layer has 218.1 M parameters, twice in bfloat16; embeddings, head and last norm 1050.7 M once
     assert eight.parts["gathered"] == pytest.approx(2 * (2 * 218.11e6 + 1050.68e6), rel=1e-4)
+    full = eight.but(lora_rank=None)  # and each layer's gradients, until they are divided
+    assert full.parts["gathered"] == pytest.approx(2 * (3 * 218.11e6 + 1050.68e6), rel=1e-4)
     assert eight.parts["activations"] == one.parts["activations"]
     shared = one.but(gpus=8, context_parallel=8)
     assert shared.parts["activations"] == one.parts["activations"] // 8
@@ -330,8 +305,6 @@ def test_advice_is_replanned_in_order_until_it_fits():
     assert steps[0].total == planned.but(checkpointing=True).total
     assert steps[1].total == planned.but(checkpointing=True, batch=1).total <= 100 * GIB
     assert planned.but(checkpointing=True, batch=1).advice(100) == []
-    many = planned.but(checkpointing=True).advice(80)
-    assert [step.option for step in many] == ["--batch 1", "--quantization nf4"]
     longer = planned.but(checkpointing=True, length=2 * 131072).advice(80)
     assert [step.option for step in longer] == ["--batch 1", "--gpus 4 --context-parallel 4"]  # nf4 would not suffice
     floats = plan("Llama-3-8B", length=32768, dtype="float32").advice(60)
@@ -348,9 +321,6 @@ def test_gpus_that_are_there_share_a_sequence_before_anything_is_rounded():
     assert (step.option, step.fits) == ("--context-parallel 2", True)
     assert step.total == planned.but(context_parallel=2).total and "the same gradients" in step.cost
     assert planned.but(gpus=7).advice(80)[0].option == "--quantization nf4"  # 7 form no groups of 2 or 4
-    (larger,) = planned.but(context_parallel=8).advice(12)
-    assert larger.option == "--gpus 16 --context-parallel 16"
-    assert larger.total == planned.but(gpus=16, context_parallel=16).total
 
 
 def test_rows_of_a_model_with_sliding_windows_are_not_shared():
@@ -406,13 +376,10 @@ def test_models_that_no_plan_covers(tmp_path):
 
 
 def test_command():
-    printed = run("plan", "llama-3.1-8b", "--length", "128k", "--gpu-memory", "141")
-    assert "91.63  fits into 141" in printed and "KV cache 16.00" in printed
-    printed = run("plan", "Llama-3-8B", "--length", "131072", "--no-checkpointing")
-    assert "does not fit into 80\nTurn on, in this order:\n  --checkpointing: " in printed
+    printed = run("plan", "llama-3.1-8b", "--length", "128k", "--gpu-memory", "80")
+    assert "91.63" in printed and "KV cache 16.00" in printed and "--quantization nf4" in printed
     data = json.loads(run("plan", "gemma-2-2b", "--length", "8k", "--full", "--gpus", "8", "--json"))
     parts = data["parts_bytes"]
     assert data["total_bytes"] == sum(parts.values()) - min(parts["layer"], parts["loss"])
     assert data["options"]["lora_rank"] is None and data["fits"] is True
-    assert "one of Llama-3-8B" in fail("plan", "Llama-3.1-8", "--length", "4k")
     assert "gpu_memory" in fail("plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")

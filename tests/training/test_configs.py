@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import yaml
 from support.recipe_runs import recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rope_patch.options.finetune import RecipeOptions
 from rope_patch.patching.locate import locate
 from rope_patch.planning.shapes import shape_of
 from rope_patch.runtime.packaged import data_path
@@ -35,12 +33,12 @@ every_run = pytest.mark.parametrize("files", ALONE + PAIRS, ids=lambda files: "+
 every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 
 
-def llama31(factor: float) -> dict[str, Any]:
+def llama31(factor):
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {"max_position_embeddings": 131072, "rope_parameters": rope | {"original_max_position_embeddings": 8192}}
 
 
-def plain(context: int, theta: float) -> dict[str, Any]:
+def plain(context, theta):
     return {"max_position_embeddings": context, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -64,7 +62,7 @@ ROPES = {
 
 
 # The length each was trained at, by its model card or report: Qwen's base models state more than that.
-def two_layers(options: RecipeOptions) -> Any:
+def two_layers(options):
     """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
     name = options.model.name if options.model.name in BUNDLED_MODELS else shape_of(options.model.name).name
     shipped = data_path("assets") / (f"{name}/config.json" if name in BUNDLED_MODELS else f"configs/{name}.json")
@@ -80,7 +78,7 @@ def two_layers(options: RecipeOptions) -> Any:
 
 @every_run
 @pytest.mark.filterwarnings("ignore:there is no patch.method")
-def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None:
+def test_a_step_in_shapes_alone(files, tmp_path):
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
     options = recipe(*BASE, *files)
     model = two_layers(options)
@@ -106,7 +104,7 @@ LAUNCH = re.compile(r"^#   (\d+) x (\d+) GB +(\S+)\.yaml +(?:with (\S+) +)?([0-9
 
 
 @every_named_config
-def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
+def test_the_launch_files_of_a_header_are_those_of_the_plan(path):
     rows = LAUNCH.findall(path.read_text(encoding="utf-8"))
     assert [count for count, *_ in rows][:1] == ["1"]
     for count, size, launch, added, shown in rows:
@@ -123,7 +121,7 @@ def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
 
 
 @every_named_config
-def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
+def test_the_table_of_the_readme_is_predicted(path):
     page = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| \[{re.escape(path.stem)}\]\(configs/{re.escape(path.name)}\) \|(.*)\|$", page, re.M)
     cells = [cell.strip() for cell in row.split("|")]

@@ -25,6 +25,8 @@ from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.runtime import packaged as _paths
 from rope_patch.training.trainer import LongTrainer
 
+pytestmark = pytest.mark.slow
+
 SHARDED = ["by accelerate", "tied", "whole"]
 
 
@@ -57,7 +59,6 @@ def steps():
     return {name: (child.step(fuse(model)), child.measure(model)) for name, model in models.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_train_as_one_does(two, one, rank):
     """Rows with unequal numbers of labels, some of none at all: no mean of means or average of sums is the mean."""
@@ -71,7 +72,6 @@ def test_two_processes_train_as_one_does(two, one, rank):
         assert not torch.allclose(moved[name], tensor, atol=1e-4), name
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_written_by_one_process_and_resumed_by_both(two):
     folder, ranks = two
     assert [bool(rank["whole"]["written"]) for rank in ranks] == [True, False], "records, by the first process"
@@ -84,7 +84,6 @@ def test_a_checkpoint_is_written_by_one_process_and_resumed_by_both(two):
             assert torch.allclose(rank["resumed"]["adapter"][name], tensor, atol=1e-6), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_model_has_the_same_loss_and_gradients(two, steps, name):
     """FSDP2 over layers and root, and as accelerate shards: with the head on its own, and slices unequal in number."""
@@ -98,7 +97,6 @@ def test_a_sharded_model_has_the_same_loss_and_gradients(two, steps, name):
     assert any(gradient.abs().max() > 1e-3 for gradient in expected["gradients"].values())
 
 
-@pytest.mark.slow
 def test_the_table_survives_sharding_and_bfloat16(two, steps):
     expected, nll = steps["lora"]
     for rank in two[1]:
@@ -110,13 +108,11 @@ def test_the_table_survives_sharding_and_bfloat16(two, steps):
         assert result["bf16"]["nll"] == pytest.approx(nll, rel=0.03)
 
 
-@pytest.mark.slow
 def test_doctor_finds_the_table_that_one_process_has_rounded(two):
     """Of models that accelerate sharded: one patched, one plain, and that with its table cast in the second process."""
     assert [rank["sharded"]["doctor"] for rank in two[1]] == [[0, 0, 0], [0, 0, 1]]
 
 
-@pytest.mark.slow
 def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
     """cpu_ram_efficient_loading: the others patch a model without weights, and get them afterwards."""
     expected, nll = steps["lora"]
@@ -127,7 +123,6 @@ def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_engines_read_a_sharded_model(two, steps, name):
     """Before the root has run at all, and between steps; perplexity in one pass, in chunks, in windows."""
@@ -138,7 +133,6 @@ def test_the_engines_read_a_sharded_model(two, steps, name):
         assert rank["sharded"][name]["after"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_rows_cut_by_torch_sum_to_the_whole(two):
     batch, model = default_data_collator(rows(4)), bold_model()
     for rank in two[1]:
@@ -200,31 +194,21 @@ CONFIGS = {
 }
 
 
-def launched(name, monkeypatch):
-    """The arguments that ``accelerate launch`` makes of a config, and its environment in this process."""
-    parser = launch_command_parser()
-    words = ["--config_file", str(FOLDER / f"{name}.yaml"), *(("--machine_rank", "1") if "nodes" in name else ())]
-    asked = parser.parse_args([*words, "recipes/finetune_lora.py"])
-    known = vars(parser.parse_args(["recipes/finetune_lora.py"]))
-    asked, config, _ = _validate_launch_command(asked)
-    for group in ("fsdp_config", "parallelism_config"):
-        unknown = set(getattr(config, group)) - set(known)
-        assert not unknown, f"{name}: accelerate has no {sorted(unknown)}"
-    environment = {}
-    if asked.num_processes > 1:
-        environment |= prepare_multi_gpu_env(asked)
-    for key in [key for key in os.environ if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
-        monkeypatch.delenv(key)
-    for key, value in environment.items():
-        if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
-            monkeypatch.setenv(key, value)
-    return asked, config
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
     processes, shared = CONFIGS[name]
-    asked, config = launched(name, monkeypatch)
+    parser = launch_command_parser()
+    words = ["--config_file", str(FOLDER / f"{name}.yaml"), *(("--machine_rank", "1") if "nodes" in name else ())]
+    known = vars(parser.parse_args(["recipes/finetune_lora.py"]))
+    asked, config, _ = _validate_launch_command(parser.parse_args([*words, "recipes/finetune_lora.py"]))
+    assert {*config.fsdp_config, *config.parallelism_config} <= set(known), "accelerate has these options"
+    prefixes = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")
+    for key in [key for key in os.environ if key.startswith(prefixes)]:
+        monkeypatch.delenv(key)
+    if processes > 1:
+        for key, value in prepare_multi_gpu_env(asked).items():
+            if key.startswith(prefixes):
+                monkeypatch.setenv(key, value)
     assert load_config_from_file(str(FOLDER / f"{name}.yaml")).num_processes == processes == asked.num_processes
     assert asked.mixed_precision == "bf16" and config.num_machines == (2 if "nodes" in name else 1)
     parallelism = (

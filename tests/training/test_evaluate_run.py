@@ -78,3 +78,9 @@ def test_an_evaluation_is_numbers_by_length(capfd):
 def test_what_cannot_be_evaluated_is_said_before_any_training(word):
     with pytest.raises(ValueError, match="evaluation"):
         suite_of(options(word), TOKENIZER)
+
+
+@pytest.mark.parametrize(("tokens", "windows"), [(64, 1), (3 * 64 - 1, 2), (3 * 64, 3)])
+def test_texts_that_were_held_out_give_as_many_windows_as_they_have_room_for(tokens, windows):
+    text = TOKENIZER.decode([TOKENIZER.encode("a", add_special_tokens=False)[-1]] * tokens)
+    assert len(suite_of(options("evaluation.windows=9"), TOKENIZER, [text]).windows) == windows

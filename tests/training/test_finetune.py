@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.commands import invoke
@@ -25,15 +24,13 @@ from support.gguf_files import write_toy
 from support.patches import edit_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
-from support.tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
-from rope_patch.cli.finetune import smaller
 from rope_patch.methods import METHODS
 from rope_patch.modeling.training_loss import IGNORED_LABEL
-from rope_patch.patching.locate import PatchError, locate
+from rope_patch.patching.locate import locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.training import finetune as module
@@ -41,6 +38,8 @@ from rope_patch.training.evaluate_run import metrics, suite_of
 from rope_patch.training.finetune import finetune
 from rope_patch.training.runs import contents, last_checkpoint
 from rope_patch.training.trainer import training_arguments
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
@@ -86,8 +85,8 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
         right = [sample["correct"] for cell in cells for sample in cell["samples"]]
         assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
     text = (folder / "README.md").read_text()
-    shown = ("finetune_lora.py x.yaml", "yarn:factor=4", f"{results['after']['perplexity_0_128']:.3g}", "rate: 0.01")
-    assert all(part in text for part in (*shown, results["changes"][0]["sentence"]))
+    shown = ("x.yaml", f"{results['after']['perplexity_0_128']:.3g}", results["changes"][0]["sentence"])
+    assert all(part in text for part in shown)
     assert list((folder / "work" / "runs").rglob("events.out.tfevents.*")), "TensorBoard finds its logs"
 
 
@@ -113,24 +112,6 @@ def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(tmp_path):
     assert "kept from training" in result.results["text"]
     assert result.results["text"] in (result.folder / "README.md").read_text()
     assert finetune(asked).finished_before
-
-
-def test_plain_peft_would_load_the_adapter_wrongly_and_once_merged_plain_transformers_suffices(done, tmp_path):
-    rows = ids(200, batch=2) + 5
-    model = rope_patch.load(done.folder, dtype=torch.float32)
-    bare = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    wrong = PeftModel.from_pretrained(bare, done.folder)
-    with torch.no_grad():
-        expected = model(rows, use_cache=False).logits
-        assert not torch.allclose(wrong(rows, use_cache=False).logits, expected, atol=1e-2), "and nothing was said"
-    with pytest.raises(PatchError):
-        rope_patch.verify(wrong)
-    merged = model.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    with torch.no_grad():
-        merged_logits = stock(rows, use_cache=False).logits
-    assert torch.allclose(merged_logits, expected, atol=1e-3), "rounding of logits up to 18, a tenth of the bound above"
 
 
 # --- the folder of a run
@@ -176,7 +157,6 @@ def test_a_mistake_costs_nothing(tmp_path):
     assert finetune(options(tmp_path / "run", *QUICK)).results["steps"] == 1
 
 
-@pytest.mark.slow
 def test_restart_deletes_the_earlier_run_once_the_new_one_is_sound(done, tmp_path):
     shutil.copytree(done.folder, tmp_path / "run")
     with pytest.raises((ValueError, OSError)):
@@ -208,7 +188,6 @@ def cut_short(monkeypatch, when):
     monkeypatch.setattr(TrainerState, "save_to_json", save)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "save"])
 def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, monkeypatch, when):
     """Dropout is off, so what differs at the end would be lost state: optimizer, rows, positions."""
@@ -230,13 +209,11 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, mon
     assert result.results["before"] == done.results["before"]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_rows(tmp_path):
     """The data may be gone."""
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("\n".join(builtin_text("train").documents[40:44]))
-    words = (f"data.source={text}", "evaluation.before=false", "evaluation.lengths=128")
-    words = (*words, "train.save_every=2", "evaluation.windows=0")
+    words = (f"data.source={text}", *QUICK[1:], "train.save_every=2", "evaluation.windows=0")
     whole = finetune(options(out, *words))
     (out / "results.json").unlink()
     shutil.rmtree(out / "work" / "checkpoint-4")
@@ -245,24 +222,20 @@ def test_a_run_goes_on_with_its_own_rows(tmp_path):
 
 
 def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
-    base, text, asked, out = (tmp_path / name for name in ("base", "text.txt", "asked.txt", "run"))
+    base, text, asked, hay, out = (tmp_path / name for name in ("base", "text.txt", "asked.txt", "hay.txt", "run"))
     shutil.copytree(LLAMA, base)
-    for file in (text, asked):
+    for file in (text, asked, hay):
         file.write_text("\n".join(builtin_text("train").documents[40:44]))
-    words = (f"model.name={base}", f"data.source={text}", f"evaluation.text={asked}", *QUICK)
+    texts = [(text, "data.source"), (asked, "evaluation.text"), (hay, "evaluation.haystack")]
+    words = (f"model.name={base}", *(f"{name}={file}" for file, name in texts), *QUICK)
     finetune(options(out, *words))
     weights = base / "model.safetensors"
-    for changed, name in ((weights, "model.name"), (text, "data.source"), (asked, "evaluation.text")):
+    for changed, name in [(weights, "model.name"), *texts]:
         before = changed.read_bytes()
         changed.write_bytes(before[:-1] + b"\1")
         with pytest.raises(ValueError, match=f"other contents of {name}"):
             finetune(options(out, *words))
         changed.write_bytes(before)
-    (out / "results.json").rename(tmp_path / "results.json")  # as if it had been interrupted
-    text.write_text("Other text.")
-    with pytest.raises(ValueError, match=r"other contents of data\.source"):
-        finetune(options(out, *words))
-    (tmp_path / "results.json").rename(out / "results.json")
     settings = out / "work" / "run.json"
     earlier = json.loads(settings.read_text())
     earlier["evaluation"]["longppl"] = True  # an option that is gone
@@ -373,7 +346,6 @@ def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
 # --- ways to train
 
 
-@pytest.mark.slow
 def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     base = tmp_path / "base"
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
@@ -388,20 +360,17 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     other = finetune(
         options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *QUICK)
     )
-    loaded = rope_patch.load(other.folder, dtype=torch.float32)
-    assert str(locate(loaded).record.to_method()) == "pi:factor=4"
-    with pytest.raises(ValueError, match="is an adapter: merge it"):
+    assert rope_patch.verify(rope_patch.load(other.folder)).method == "pi:factor=4"
+    with pytest.raises(ValueError, match="merge"):
         finetune(options(tmp_path / "c", f"model.name={other.folder}", *QUICK))
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     words = ("train.learning_rate=1e30", "train.steps=8", "evaluation.before=false", "train.save_every=8")
     with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
         finetune(options(tmp_path / "run", *words))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:there is no patch.method")
 def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_path):
     small = ("evaluation.lengths=256", "evaluation.windows=0", "train.steps=1", "train.warmup=0", "evaluation.task=vt")
@@ -410,14 +379,12 @@ def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_pat
     assert note in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.slow
 def test_a_run_that_made_things_worse_says_so(tmp_path):
     with pytest.warns(UserWarning, match="significantly worse"):
         result = finetune(options(tmp_path, "train.learning_rate=0.3", "train.steps=2", "evaluation.lengths=128"))
     assert result.results["changes"][0]["verdict"] == "worse"
 
 
-@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores, weights, stock = iter([0.3, 0.9, 0.5, 0.4]), [], module.evaluate_model
@@ -436,7 +403,6 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     assert torch.equal(weight, weights[1]) and not torch.equal(weight, weights[3])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -452,11 +418,8 @@ def test_ways_to_train(words, tmp_path):
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
     assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
-    suite = suite_of(options("x", *words), TOKENIZER)
-    assert metrics(suite.run(model)) == pytest.approx(result.results["after"], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_qlora_trains_on_a_cpu_and_refuses_to_be_evaluated_on_the_way(tmp_path):
     words = ("model.quantization=nf4", "train.steps=2", "evaluation.before=false", "evaluation.lengths=128")
     with pytest.raises(ValueError, match=r"set evaluation\.every=0"):
@@ -492,39 +455,23 @@ def test_arguments_follow_the_options(tmp_path):
 # --- the command
 
 
-@pytest.mark.slow
-def test_a_smoke_run_of_conversations_learns_what_the_assistant_says(tmp_path):
-    config = ROOT / "recipes" / "configs" / "chat.yaml"
-    words = ["model.name=llama", "patch.method=default", "output=x", config]
-    few = ["train.steps=1", "evaluation.every=0", "evaluation.before=false", "evaluation.lengths=128", *TEXTS[1:]]
-    result = finetune(recipe(*words, *smaller(recipe(*words)), *few, "train.warmup=0", f"output={tmp_path / 'out'}"))
+def test_a_run_on_conversations_learns_what_the_assistant_says(tmp_path):
+    words = ("data.source=builtin", "data.length=512", "data.column=messages", "data.learn=assistant")
+    result = finetune(options(tmp_path / "out", *words, "data.allow_short=true", *QUICK))
     row = Dataset.from_file(str(result.folder / "work" / "rows.arrow"))[0]
     tokenizer = AutoTokenizer.from_pretrained(result.folder)
-    said = re.findall(r"<eos>assistant\n(.+?<eos>)", tokenizer.decode(row["input_ids"]), re.DOTALL)
-    learned = tokenizer.decode([label for label in row["labels"] if label != IGNORED_LABEL])
-    assert learned.startswith(said[0])
-    documents = builtin_text("train").documents
-    assert any(said[0].removesuffix("<eos>") in document for document in documents)
+    (said, *_) = re.findall(r"<eos>assistant\n(.+?<eos>)", tokenizer.decode(row["input_ids"]), re.DOTALL)
+    assert tokenizer.decode([label for label in row["labels"] if label != IGNORED_LABEL]).startswith(said)
 
 
-@pytest.mark.slow
-def test_the_script_trains_and_says_what_is_wrong_in_a_line(monkeypatch, capfd, tmp_path):
-    def script(*words):
-        monkeypatch.setattr(sys, "argv", [str(RECIPE), *map(str, words)])
-        try:
-            runpy.run_path(str(RECIPE), run_name="__main__")
-        except SystemExit as stop:
-            return stop.code or 0, *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
+def test_the_script_trains(monkeypatch, capfd, tmp_path):
     config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
     few = ("train.steps=2", "evaluation.before=false", "evaluation.windows=1", *TEXTS[1:])
-    code, out, err = script(config, "--smoke", f"output={tmp_path / 'out'}", *few)
-    assert code == 0 and "| retrieval 1024 |" in out, err[-2000:]
+    words = (RECIPE, config, "--smoke", f"output={tmp_path / 'out'}", *few)
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(RECIPE), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert not stop.value.code and "| retrieval 1024 |" in out, err[-2000:]
     assert "2 steps of 1,024 tokens" in err and "FutureWarning" not in err
     assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"
-    code, out, err = script(config, "--dry-run", "--gpu-memory", 20, f"output={tmp_path / 'new'}")
-    assert "does not fit into 20" in out and code == 2 and "from the hub" in err, "the hub cannot be asked"
-    assert not (tmp_path / "new").exists()
-    code, out, err = script("model.nmae=llama", "data.length=64", "output=x")
-    assert code == 2 and out == "" and "Did you mean 'model.name'" in err and len(err.strip().splitlines()) == 1

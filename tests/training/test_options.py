@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from support.recipe_runs import recipe
 
 from rope_patch.cli.finetune import smaller
@@ -39,36 +37,41 @@ def words(*given):
 # --- what goes over what
 
 
-def test_later_words_and_files_go_over_earlier_ones(file):
-    first = file("train: {steps: 1, batch: 2, accumulate: 3, seed: 4}\nlora:\n  rank: 5\npatch:\n")
-    second = file("train:\n  steps: 11\n  batch: 12\n", "b.yaml")
-    parsed = words("train.log_every=22", first, second, "train.steps=31", "evaluation.depths=0.5", "train.steps=32")
-    train = parsed.train
-    assert (train.steps, train.batch, train.accumulate, train.seed, train.log_every) == (32, 12, 3, 4, 22)
-    assert parsed.lora.rank == 5 and parsed.evaluation.spec.depths == (0.5,), "lists are replaced, not joined"
-    assert parsed.train.learning_rate == 2e-4, "the rest is at its default"
-
-
 def test_numbers_are_read_as_people_write_them(file):
     assert words(file("train:\n  learning_rate: 1e-4\n  warmup: 3\n")).train.learning_rate == 1e-4
     assert words("train.learning_rate=1e-4").train.learning_rate == 1e-4
     assert words(file("data: {config: 20231101.10}")).data.config == "20231101.10"
-    assert words("data.length=1k").data.length == words(file("data: {length: 1024}")).data.length == 1024
     assert words("patch.target_length=4096").target_length == words("patch.target_length=4k").target_length == 4096
-    assert words("evaluation.lengths=4096").evaluation_lengths == (4096,)
     assert words(file("evaluation: {lengths: 4096}")).evaluation_lengths == (4096,)
-    assert words("evaluation.lengths=32k, 4k").evaluation_lengths == (4096, 32768)
     assert words("patch.target_length=2k").evaluation_lengths == (2048,)
     assert words("lora.target_modules=q_proj,v_proj") == words("lora.target_modules=q_proj v_proj")
 
 
 @pytest.mark.parametrize(
-    "text", ["1e10", "0123", "2023_11", "20231101.10", "yes", "off", "a: b", "[a]", "@x", "*x", "'a", "a #b", "a=b"]
+    "text",
+    [
+        "1e10",
+        "0123",
+        "2023_11",
+        "20231101.10",
+        "yes",
+        "off",
+        "a: b",
+        "[a]",
+        "@x",
+        "*x",
+        "'a",
+        "a #b",
+        "a=b",
+        "ü\u2028🙂",
+    ],
 )
-def test_words_that_are_text_stay_as_they_were_typed(text):
-    """YAML would make a number, a truth value or a list of a revision or a path."""
-    parsed = words(f"model.revision={text}", f"data.source={text}", f"output={text}")
+def test_words_that_are_text_stay_as_they_were_typed(text, tmp_path):
+    """YAML would make a number, a truth value or a list of a revision or a path; so what is written is read back."""
+    parsed = words(f"model.revision={text}", f"data.source={text}", f"output={text}", "evaluation.depths=0.0 0.5")
     assert (parsed.model.revision, parsed.data.source, str(parsed.output)) == (text, text, text)
+    (tmp_path / "a.yaml").write_text(to_yaml(parsed), encoding="utf-8")
+    assert recipe(tmp_path / "a.yaml") == parsed == from_dict(RecipeOptions, to_dict(parsed))
     assert words("model.revision=null").model.revision is None
 
 
@@ -81,12 +84,6 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("steps=3", "Did you mean 'train.steps'"),
         ("model.name=", "model.name is empty"),
         ("modle.name=x", "Did you mean 'model.name'"),
-        ("train.steps", "train.steps"),
-        ("train=3", "section"),
-        ("train.steps=many", "train.steps"),
-        ("model.dtype=int8", "model.dtype"),
-        ("train.liger=maybe", "train.liger"),
-        ("lora.rank=-1", "lora.rank must be >= 0"),
         ("train.learning_rate=0", "train.learning_rate"),
         ("train.steps=10 train.warmup=20", "train.warmup=20"),
         ("evaluation.depths=0.5,1.5", "depths"),
@@ -95,8 +92,6 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
         ("patch.target_length=256", "longer than patch.target_length"),
         ("data.positions=pose", "patch.target_length"),
         ("data.length=4k 8k", "data.length"),
-        ("data.length=[512]", "a length is a number of tokens"),
-        ("data.lengths=4k", "Did you mean 'data.length'"),
         ("lora.rank=0", "model.dtype=float32"),
         ("lora.rank=0 model.quantization=nf4", "model.quantization"),
         ("evaluation.every=100 train.save_every=150", "train.save_every"),
@@ -130,23 +125,6 @@ def test_what_looks_like_those_is_allowed():
     assert words("train.steps=50").save_every == 10 and words("train.steps=3").save_every == 1
     assert words("lora.rank=0", "model.dtype=float32").lora.rank == 0
     assert words("evaluation.lengths=64k").evaluation_lengths == (65536,), "beyond the target: that may be the point"
-
-
-# --- there and back
-
-
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
-
-
-@settings(deadline=None, max_examples=12)
-@given(name=TEXT, output=TEXT, rate=st.floats(1e-9, 1e3), depths=st.lists(st.floats(0, 1), min_size=1, unique=True))
-@example(name="1e10", output="null", rate=1e-4, depths=[0.0])
-def test_what_a_run_writes_is_read_back(tmp_path_factory, name, output, rate, depths):
-    sections = {"model": {"name": name, "revision": name}, "data": {"length": "512"}, "train": {"learning_rate": rate}}
-    parsed = from_dict(RecipeOptions, {**sections, "evaluation": {"depths": depths}, "output": output})
-    path = tmp_path_factory.mktemp("yaml") / "a.yaml"
-    path.write_text(to_yaml(parsed), encoding="utf-8")
-    assert recipe(path) == parsed == from_dict(RecipeOptions, to_dict(parsed))
 
 
 # --- the files of the recipe

@@ -15,7 +15,7 @@ from support.prompting import TOKENIZER
 from support.recipe_runs import recipe
 from support.scored import bold_model
 from support.tiny import ARCHITECTURES, ids, tiny_config
-from transformers import AutoModelForCausalLM, Gemma3Config, TrainingArguments
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
@@ -27,7 +27,6 @@ from rope_patch.planning.shapes import shape_of
 from rope_patch.texts.documents import encode
 from rope_patch.training.models import load_model, prepare, target_pattern
 from rope_patch.training.pack_rows import conversation, held_out, make_rows, open_source, packed_rows
-from rope_patch.training.trainer import LongTrainer
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps. "
 
@@ -113,7 +112,7 @@ def test_a_template_whose_turns_run_into_each_other_is_refused(chatty, template)
     """One drops what was thought in earlier turns; in the other 'th' and 'e' make one token across the seam."""
     chatty.chat_template = template
     talk = messages(("user", "th"), ("assistant", "e|x"), ("user", "c"), ("assistant", "d"))
-    with pytest.raises(ValueError, match=r"^this chat template renders earlier turns differently.*set data.learn=all$"):
+    with pytest.raises(ValueError, match=r"set data\.learn=all"):
         conversation(chatty, talk, "assistant")
     assert conversation(chatty, talk, "all")[0]
 
@@ -129,20 +128,19 @@ def write(folder, kind):
     """Two documents, 'one\\n\\ntwo' and 'three', as files of a kind; the file, or the folder where it takes two."""
     folder.mkdir()
     both = ["one\n\ntwo", "three"]
+    table, path = datasets.Dataset.from_dict({"text": both}), folder / f"a.{kind}"
     match kind:
         case "txt" | "md":
             for i, text in enumerate(both):
                 (folder / f"{i}.{kind}").write_text(text)
             return folder
-        case "jsonl":
-            return jsonl(folder / "a.jsonl", both)
-        case "json":
-            (folder / "a.json").write_text(json.dumps([{"text": text} for text in both]))
+        case "jsonl" | "json":
+            table.to_json(path)
         case "csv":
-            (folder / "a.csv").write_text('text,other\n"one\n\ntwo",1\nthree,2\n')
+            table.to_csv(path)
         case "parquet":
-            datasets.Dataset.from_dict({"text": both}).to_parquet(folder / "a.parquet")
-    return folder / f"a.{kind}"
+            table.to_parquet(path)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["txt", "md", "jsonl", "json", "csv", "parquet"])
@@ -212,19 +210,6 @@ def test_conversations_become_rows(tmp_path, chatty):
 # --- what is trained
 
 
-def arguments(folder):
-    given = {"per_device_train_batch_size": 1, "max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no"}
-    given |= {"learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant"}
-    return TrainingArguments(folder, **given)
-
-
-def trained(model, folder):
-    rows = [{"input_ids": row, "labels": row} for row in (ids(24, batch=1, seed=i)[0] for i in range(2))]
-    trainer = LongTrainer(model, arguments(folder), rows)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def asked_for(*words):
     """YaRN on every family: Gemma 4's full layers are scaled already."""
     method = "yarn:factor=4"
@@ -255,7 +240,6 @@ def test_targets_are_read_from_the_model(family):
     }
     assert hit(model, "all-linear") == inside
     assert hit(model, "attention") == {name for name in inside if ".self_attn." in name}
-    assert hit(model, "o_proj", "down_proj") == {name for name in inside if name.endswith(("o_proj", "down_proj"))}
     with pytest.raises(ValueError, match="'o_prj' matches no projection"):
         target_pattern(model, ["o_prj"])
 
@@ -279,7 +263,7 @@ def test_a_vision_tower_is_left_alone():
 
 
 def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
-    with pytest.warns(UserWarning, match=r"^there is no patch\.method: the model keeps its original rotary table"):
+    with pytest.warns(UserWarning, match=r"no patch\.method"):
         model = prepare(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
     record = locate(model).record
     assert str(record.to_method()) == "default" and record.target_length == 64
@@ -307,13 +291,8 @@ def test_a_checkpoint_is_loaded_as_asked():
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager" and len(tokenizer) == 1024
     model, _ = load_model(ModelOptions("llama"))
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match=r"^no folder ./nothing-here: give a folder with config.json"):
+    with pytest.raises(ValueError, match="nothing-here"):
         load_model(ModelOptions("./nothing-here"))
-
-
-def as_bytes(tensor):
-    """A copy; packed weights seen as floats may be no numbers, which equal nothing."""
-    return tensor.detach().clone().contiguous().view(torch.uint8)
 
 
 @pytest.mark.slow
@@ -331,11 +310,11 @@ def test_quantized_weights_are_packed_and_adapters_on_them_learn(quantization, t
         assert weight.quant_state.quant_type == "nf4" and weight.quant_state.nested
         assert weight.dtype == torch.float32, "stored as the others are, for FSDP"
     model = prepare(model, asked_for("lora.rank=2"))
-    before = {name: as_bytes(p) for name, p in model.named_parameters()}
-    (loss, _) = trained(model, tmp_path / "run")
+    loss = model(input_ids=ids(24), labels=ids(24)).loss
+    loss.backward()
     assert 0 < loss < 20
-    moved = {name for name, p in model.named_parameters() if not torch.equal(as_bytes(p), before[name])}
-    assert moved and all("lora_" in name for name in moved), "frozen weights stay"
+    learned = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learned and all("lora_" in name for name in learned), "frozen weights stay"
     rope_patch.save(model, tmp_path / "adapter")
     assert read_record(tmp_path / "adapter") is not None
 

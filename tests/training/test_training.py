@@ -15,8 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.scoring import Reader
-from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
+from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse
 from rope_patch.training.pack_rows import pack
 from rope_patch.training.trainer import LongTrainer
 
@@ -62,8 +61,6 @@ def test_it_is_the_stock_loss_with_the_stock_divisor(family):
 def test_a_row_with_nothing_to_learn_is_no_nan():
     model, rows = bold_model(), ids(8)
     nothing = torch.full_like(rows, IGNORED_LABEL)
-    total, count = token_loss(Reader(model), model.model(rows).last_hidden_state, nothing)
-    assert total.item() == 0 and count.item() == 0
     for items in (None, 7, torch.tensor(7)):
         loss = fuse(model)(rows, labels=nothing, num_items_in_batch=items, return_dict=False)["loss"]
         loss.backward()
@@ -107,13 +104,10 @@ def explicit(model, batch, allowed):
     return run(model, batch | {"attention_mask": mask})
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_skipped_positions_keep_plain_causal_attention(family, attention, chunks):
-    changes = {"sliding_window": None} if family == "mistral" else {}
-    model, rows = bold_model(family, attention=attention, **changes), ids(24, batch=1, seed=3)
-    positions = skipped_positions(random.Random(3), 24, 64, chunks)[None]
+def test_skipped_positions_keep_plain_causal_attention(attention):
+    model, rows = bold_model(attention=attention), ids(24, batch=1, seed=3)
+    positions = skipped_positions(random.Random(3), 24, 64, 3)[None]
     batch = {"input_ids": rows, "position_ids": positions, "attention_mask": torch.ones_like(rows)}
     causal = torch.ones(24, 24, dtype=torch.bool).tril()
     assert torch.allclose(run(model, batch), explicit(model, batch, causal), atol=1e-4)
@@ -130,8 +124,6 @@ def test_packed_documents_do_not_see_each_other(attention):
     segment = torch.tensor([0] * 5 + [1] * 12 + [2] * 7)
     allowed = torch.ones(24, 24, dtype=torch.bool).tril() & (segment[:, None] == segment)
     assert torch.allclose(run(model, batch), explicit(model, batch, allowed), atol=1e-4)
-    alone = model(batch["input_ids"][:, 5:17], use_cache=False).logits
-    assert torch.allclose(run(model, batch)[:, 5:17], alone, atol=1e-4)
 
 
 # --- the trainer
