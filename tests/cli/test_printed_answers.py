@@ -13,7 +13,7 @@ from rope_patch.reports.comparison import page
 
 
 def comparison(*rows):
-    return Comparison(rows, rows[0].scores.spec, 4, "", "a text", None, model="Tiny")
+    return Comparison(rows, rows[0].scores.spec, 4, "", "a text", model="Tiny")
 
 
 def printed_page(capsys, shown):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.engine_folders import ASSETS
-from support.engines import ROOT, Case, answers, of_tokens, report
+from support.engines import ROOT, Case, answers, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.kv_cache.cache import quantized
@@ -94,18 +94,11 @@ def test_a_simulated_cache_costs_what_the_kernel_costs(name, scheme, tmp_path):
         simulations["as the kernel"] = AS_THE_KERNEL[scheme]
     for simulation, text in simulations.items():
         ours, ours_rough = simulated(folder, ids, text)
-        kl = divergence(ours, ours_rough)
-        loss = of_tokens(ours, ids) - of_tokens(ours_rough, ids)
-        results[simulation] = {"kl": float(kl.mean()), "loss": float(loss.mean())}
-    results["float32"] = float(np.abs(of_tokens(exact, ids) - of_tokens(ours, ids)).max())
+        results[simulation] = {"kl": float(divergence(ours, ours_rough).mean())}
     for case, logprobs in zip(cases[1:], rough, strict=True):
-        theirs = divergence(exact, logprobs)
         results[case.name] = {
-            "kl": float(theirs.mean()),
-            "loss": float((of_tokens(exact, ids) - of_tokens(logprobs, ids)).mean()),
-            "correlation": float(np.corrcoef(theirs, kl)[0, 1]),
+            "kl": float(divergence(exact, logprobs).mean()),
             "kl_between": float(divergence(logprobs, ours_rough).mean()),
-            "seconds": found[case.name]["seconds"],
         }
     report(f"{scheme} {name}", results)
     ratio = results["decoded"]["kl"] / results[simulation]["kl"]

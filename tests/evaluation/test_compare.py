@@ -77,7 +77,7 @@ def made_up(losses, hits):
     for (name, values), answers in zip(losses.items(), hits.values(), strict=True):
         text = perplexity_of([[value] * 2 for value in values], (0, 8, 16))
         rows.append(Row(name, result_of(text, retrieval_of({(8, 0.5): answers, (16, 0.5): answers})), ()))
-    return Comparison(tuple(rows), rows[0].scores.spec, 8, "", "made up", None)
+    return Comparison(tuple(rows), rows[0].scores.spec, 8, "", "made up")
 
 
 WINDOWS = [2.0, 2.5, 1.5, 3.0, 2.2, 1.8]
@@ -123,7 +123,7 @@ def test_answers_that_hang_together_count_as_one():
     found = {}
     for name, answers in (("together", together), ("apart", apart)):
         rows = grid("a", answers), grid("b", none)
-        comparison = Comparison(rows, rows[0].scores.spec, 8, "", "made up", None)
+        comparison = Comparison(rows, rows[0].scores.spec, 8, "", "made up")
         found[name] = comparison.difference("a", "b", "retrieval", Span(8, task="passkey"))
     assert found["together"].estimate == found["apart"].estimate == 0.4
     assert found["apart"].low > 0 > found["together"].low, "two haystacks of five are not ten answers"

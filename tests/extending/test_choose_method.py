@@ -42,7 +42,7 @@ UNPATCHED = row("default", end=4.0, right=(20, 0))
 
 
 def evaluator(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
-    comparison = Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text", None)
+    comparison = Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text")
     return MethodEvaluator(comparison, tolerance, **options)
 
 

@@ -2,96 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 
 import pytest
 import torch
 from support.patches import edit_json
-from support.tiny import MIXED, SIZE, logits, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, release, yarn
+from support.tiny import SIZE, logits, tiny_model
+from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.patching.install import for_target
 
-C = 16  # the context before any scaling
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-
-
-def yarn(factor, theta=1e6, **more):
-    return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": C, **more}
-
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": C}
-BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-LATENT |= {"qk_nope_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-GREEDY = {"topk_method": "greedy"}
-RELEASES = {
-    "Llama 3.1": ("llama", 8, LLAMA3, {}),
-    "Apertus": ("apertus", 8, LLAMA3 | {"rope_theta": 12e6}, {}),
-    "Qwen3 with YaRN": ("qwen3", 4, yarn(4.0), {}),
-    "Ministral 3": (
-        "ministral3",
-        16,
-        yarn(16.0, **BETAS, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
-        {},
-    ),
-    "gpt-oss": (
-        "gpt_oss",
-        32,
-        yarn(32.0, 15e4, **BETAS, truncate=False),
-        {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16},
-    ),
-    "Arcee": ("arcee", 20, yarn(20.0, 1e4, **BETAS, mscale=1.0), {}),
-    "DeepSeek V2": ("deepseek_v2", 40, yarn(40.0, 1e4, **BETAS, mscale=0.707, mscale_all_dim=0.707), LATENT | GREEDY),
-    "DeepSeek V3": ("deepseek_v3", 40, yarn(40.0, 1e4, **BETAS, mscale=1.0, mscale_all_dim=1.0), LATENT),
-    "OLMo 3": (
-        "olmo3",
-        8,
-        {
-            "sliding_attention": PLAIN,
-            "full_attention": yarn(8.0, 5e5, **BETAS, attention_factor=0.1 * math.log(8) + 1),
-        },
-        MIXED,
-    ),
-    "Gemma 3 4B": (
-        "gemma3_text",
-        8,
-        {"sliding_attention": PLAIN, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}},
-        MIXED,
-    ),
-    "Gemma 4": (
-        "gemma4_text",
-        8,
-        {
-            "sliding_attention": PLAIN,
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": 1e6,
-                "partial_rotary_factor": 0.25,
-                "factor": 2.0,
-            },
-        },
-        {**MIXED, "vocab_size_per_layer_input": SIZE["vocab_size"]},
-    ),
-}
-"""By release: the model type, the stated context over the one before, the rotary settings, and further settings."""
 OWN = {"llama3": "llama3", "yarn": "yarn", "linear": "pi", "proportional": "pi"}
 """The method of the type that a checkpoint has."""
-
-
-def model_of(name, rope_parameters=None, times=1):
-    kind, stated, own, more = RELEASES[name]
-    settings = {**SIZE, **more, "max_position_embeddings": times * stated * C}
-    settings["rope_parameters"] = copy.deepcopy(rope_parameters or own)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
 
 
 def raised(parameters, times=2):
@@ -112,9 +38,9 @@ def scaled_type(parameters):
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
-    model, own = model_of(name), RELEASES[name][2]
+    model, own = release(name), RELEASES[name][2]
     stated = model.config.max_position_embeddings
-    stock = model_of(name, raised(own), times=2)
+    stock = release(name, raised(own), times=2)
     stock.load_state_dict(model.state_dict())
     ids = torch.randint(SIZE["vocab_size"], (1, 2 * stated), generator=torch.Generator().manual_seed(1))
     before, expected = model(ids).logits, stock(ids).logits
@@ -131,7 +57,7 @@ def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(nam
 
 
 def test_another_type_starts_from_the_plain_table_with_the_whole_factor():
-    model = model_of("Llama 3.1")
+    model = release("Llama 3.1")
     patch = rope_patch.apply(model, "yarn", target_length=256)
     assert "factor 2 over the stated 128 tokens, 16 over the 16 before any scaling" in str(patch)
     assert model.config.rope_parameters == yarn(16.0, 5e5, **BETAS)
@@ -143,7 +69,7 @@ def test_another_type_starts_from_the_plain_table_with_the_whole_factor():
 )
 def test_a_context_before_the_scaling_that_contradicts_the_checkpoint_is_refused(name, method, original, stated):
     """With the whole factor over it there would be no scaling left, in silence."""
-    model = model_of(name)
+    model = release(name)
     before = model.config.to_json_string()
     with pytest.raises(ValueError, match=f"original_max_position_embeddings.*{stated}"):
         rope_patch.apply(model, method, target_length=256, original_max_position_embeddings=original)
@@ -186,7 +112,7 @@ def test_a_target_that_the_table_reaches_slows_nothing(method, settings, stated)
 @pytest.mark.parametrize(("name", "scaling"), [("DeepSeek V3", 1.0), ("Ministral 3", 1.0), ("Qwen3 with YaRN", None)])
 def test_another_method_keeps_the_ratio_of_the_two_mscales(name, scaling):
     """Attention of DeepSeek scales its logits already: 0.1 ln(80) + 1 on cos and sin would come on top."""
-    model = model_of(name)
+    model = release(name)
     stated, whole = model.config.max_position_embeddings, 2 * RELEASES[name][1]
     (after,) = rope_patch.apply(model, "mrrope", target_length=2 * stated).after.values()
     assert after.attention_scaling == pytest.approx(scaling or 0.1 * math.log(whole) + 1)
@@ -204,7 +130,7 @@ def test_what_changes_the_attention_factor_alone_and_what_lowers_the_base_is_sai
 
 
 def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
-    model = model_of("Llama 3.1")
+    model = release("Llama 3.1")
     rope_patch.apply(model, "llama3", target_length=256)
     rope_patch.save(model, tmp_path / "patched")
     restore_folder(tmp_path / "patched", tmp_path / "restored")
@@ -214,13 +140,13 @@ def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
 
 
 def test_a_factor_on_top_of_the_table_as_it_is_counts_from_no_other_context():
-    text = str(rope_patch.apply(model_of("Llama 3.1"), "pi", target_length=256))
+    text = str(rope_patch.apply(release("Llama 3.1"), "pi", target_length=256))
     assert "factor 2 over the stated 128 tokens" in text and "before any scaling" not in text
 
 
 def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path):
     """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling: 16 times 16."""
-    model = model_of("Llama 3.1")
+    model = release("Llama 3.1")
     table = rope_patch.apply(model, "yarn", target_length=256).after[None]
     rope_patch.save(model, tmp_path)
     before = {"package_version": "0.2.0", "method": {"method": "yarn", "factor": 16.0, "replace_scaling": True}}

@@ -21,7 +21,7 @@ NEAR, UNPATCHED = row("near", [1.01, 1.09, 1.04, 1.02]), row("default", [3.0, 3.
 
 def comparison(*rows, **fields):
     given = {"model": "TinyForCausalLM tiny", "environment": {"torch": "2"}, **fields}
-    return Comparison(rows, rows[0].scores.spec, 4, "ab" * 32, "a text", None, **given)
+    return Comparison(rows, rows[0].scores.spec, 4, "ab" * 32, "a text", **given)
 
 
 def shown(*rows, **fields):
