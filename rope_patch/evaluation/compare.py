@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.finished_work import Resume, open_work
+from rope_patch.evaluation.intervals import CONFIDENCE
 from rope_patch.evaluation.metrics import (
     METRICS,
     Metric,
@@ -121,7 +122,6 @@ class Comparison:
             returns it [tokens].
         text: SHA-256 of the held-out text.
         text_name: name of the held-out text.
-        confidence: confidence that all intervals of a column hold together (Bonferroni over all pairs of methods).
         model: class of the model, and name of its checkpoint.
         environment: versions of the packages, device and data type.
     """
@@ -131,7 +131,6 @@ class Comparison:
     trained_length: int
     text: str
     text_name: str
-    confidence: float = 0.95
     model: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -157,7 +156,7 @@ class Comparison:
             span: positions of the text between two edges of buckets, or the prompts of a task.
         """
         rows = {row.label: row.scores for row in self.rows}
-        return METRICS.find(metric).difference(rows[method], rows[other], span, self.confidence)
+        return METRICS.find(metric).difference(rows[method], rows[other], span)
 
     def __str__(self) -> str:
         """Return the scores of each method, and how each differs from the unpatched model, or from the first one."""
@@ -169,7 +168,7 @@ class Comparison:
         first = UNPATCHED if UNPATCHED in names else names[0]
         names.remove(first)
         if names:
-            lines.append(f"Against {first}, paired by window and by prompt, with {self.confidence:.0%} intervals:")
+            lines.append(f"Against {first}, paired by window and by prompt, with {CONFIDENCE:.0%} intervals:")
         for name in names:
             changes = []
             for column in columns:
@@ -184,7 +183,7 @@ class Comparison:
         best = choose(range(len(values)), key=values.__getitem__)
         # The best row was chosen by its measured value, so each interval is wide enough for those of all pairs to hold
         # together (Bonferroni).
-        each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
+        each = 1 - (1 - CONFIDENCE) / max(1, math.comb(len(self.rows), 2))
         differences = {
             row.label: metric.difference(row.scores, self.rows[best].scores, span, each)
             for i, row in enumerate(self.rows)
@@ -213,8 +212,8 @@ class Comparison:
             ]
             rows.append(values)
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
-        head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
-        names = ("trained_length", "text", "text_name", "confidence", "environment")
+        head |= {"spec": self.spec.to_dict(), "seed": self.spec.seed, "confidence": CONFIDENCE}
+        names = ("trained_length", "text", "text_name", "environment")
         head |= {name: getattr(self, name) for name in names}
         head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
         # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from scipy import stats
 
+CONFIDENCE = 0.95
+"""Confidence of an interval by itself, and of all intervals of a column of a comparison together."""
 INTERVAL_OVER_WINDOWS = (
     "An interval over windows speaks of windows of this text, over which they are spread evenly: on other texts a "
     "difference may be another."
@@ -15,7 +17,9 @@ INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task
 """The population that an interval is about, which every report states."""
 
 
-def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float | None = None) -> tuple[float, float]:
+def wilson(
+    correct: int, asked: int, confidence: float = CONFIDENCE, *, count: float | None = None
+) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
     *Source*: Wilson (1927).
@@ -37,7 +41,7 @@ def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float |
 
 
 def paired_shares(
-    ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95, *, count: float | None = None
+    ours: Sequence[float], theirs: Sequence[float], confidence: float = CONFIDENCE, *, count: float | None = None
 ) -> tuple[float, float]:
     """Return an interval of ``share(ours) - share(theirs)``, where both answered the same questions.
 
@@ -91,7 +95,7 @@ def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> float:
+def effective_count(groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> float:
     """Return how many independent answers groups of answers are worth in an interval of a share.
 
     The answers of a group, such as those of one haystack, may be alike, and how much alike they are is estimated from
@@ -156,7 +160,7 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
     return total / (1 + (size - 1) * correlation)
 
 
-def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return Student's interval of ``mean(ours - theirs)`` over the same documents; it is infinite for a single one.
 
     If differences are as skewed as an exponential distribution, the interval contains the true mean in 87 % of draws

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import ClassVar, Literal, NamedTuple
 
-from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.evaluation.intervals import CONFIDENCE, paired_means, paired_shares
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, effective_prompts
 from rope_patch.evaluation.suite import EvalResult
@@ -119,7 +119,7 @@ class Metric(ABC):
         return fmean(self.values(result, span))
 
     def difference(
-        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
+        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
     ) -> PairedDifference:
         """Return how one result differs from another: by default Student's interval over pairs of values."""
         a, b = self.values(ours, span), self.values(theirs, span)
@@ -182,7 +182,7 @@ class Retrieval(Metric, name="retrieval"):
         return [float(sample.correct) for sample in _answers_of(result, span).samples(span.stop)]
 
     def difference(
-        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
+        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
     ) -> PairedDifference:
         """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
         a, b = self.values(ours, span), self.values(theirs, span)

@@ -235,7 +235,7 @@ class MethodEvaluator:
         metric = METRICS["perplexity"]
         ours = metric.values(row.scores, Span(self.target, self.half(self.target)))
         theirs = metric.values(self.unpatched.scores, Span(self.within, self.half(self.within)))
-        return paired_means(ours, theirs, self.comparison.confidence)[0]
+        return paired_means(ours, theirs)[0]
 
     def order(self, *, conditions: bool) -> list[EvaluatedMethod]:
         """Return the methods with the best first.

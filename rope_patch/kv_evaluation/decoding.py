@@ -50,11 +50,11 @@ class Decoding:
         """The mean KL on the tokens of full precision, and on the format's own [nats/token]."""
         return fmean(map(fmean, self.forced)), fmean(map(fmean, self.own))
 
-    def growth(self, confidence: float) -> PairedDifference:
+    def growth(self) -> PairedDifference:
         """Return by how much KL on own tokens is larger in the second half of the steps than in the first."""
         middle = len(self.own[0]) // 2 or 1
         late, early = ([fmean(steps[part]) for steps in self.own] for part in (slice(-middle, None), slice(middle)))
-        return PairedDifference(fmean(late) - fmean(early), *paired_means(late, early, confidence))
+        return PairedDifference(fmean(late) - fmean(early), *paired_means(late, early))
 
 
 def check_decoding(prompt: int, steps: int, context: int) -> None:

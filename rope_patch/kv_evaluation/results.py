@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences
+from rope_patch.evaluation.intervals import CONFIDENCE
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, change_text, spans_at
 from rope_patch.evaluation.suite import retrieval_warnings
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, exceeds, verdict_of
@@ -94,7 +95,7 @@ class KVCheck:
 
     def change(self, row: CheckRow, metric: Metric, span: Span) -> PairedDifference:
         """Return the change of a metric by a format, compared with full precision, with its interval."""
-        return metric.difference(row.scores, self.of(row.method)[0].scores, span, self.limits.confidence)
+        return metric.difference(row.scores, self.of(row.method)[0].scores, span)
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
         """Return the verdict on the format of a row at a length."""
@@ -137,7 +138,7 @@ class KVCheck:
         assert row.decoding is not None and row.divergence is not None
         steps, prompts = len(row.decoding.own[0]), len(row.decoding.own)
         forced, own = (number_text(kl, 4) for kl in row.decoding.kl)
-        growth = row.decoding.growth(self.limits.confidence)
+        growth = row.decoding.growth()
         change, low, high = (number_text(value, 4, sign=True) for value in growth)
         parted = sorted(step for step in row.decoding.parted if step is not None)
         apart = f"{len(parted)} of {count_text(prompts, 'prompt')} continue otherwise"
@@ -170,7 +171,7 @@ class KVCheck:
         out = {"schema": SCHEMA} | {name: getattr(self, name) for name in names} | asdict(self.limits)
         # One for all tasks, and none without a task.
         out["chat_sha256"] = next((one.chat_sha256 for one in self.rows[0].scores.retrieval.values()), "")
-        out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
+        out |= {"spec": self.spec.to_dict(), "confidence": CONFIDENCE, "simulated": True, "stride": None}
         out |= {"summary": self.summary(), "environment": dict(self.environment)}
         out["biases"] = [asdict(bias) for bias in self.biases]
         out["methods"] = {
@@ -187,7 +188,7 @@ class KVCheck:
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
         if row.decoding:
-            kl, growth = row.decoding.kl, row.decoding.growth(self.limits.confidence)
+            kl, growth = row.decoding.kl, row.decoding.growth()
             document["decoding"] = asdict(row.decoding) | {"kl": kl, "growth": growth}
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         return document

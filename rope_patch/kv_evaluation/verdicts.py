@@ -117,7 +117,7 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     kinds: set[VerdictKind] = set()
     divergence = row.divergences[length]
     for metric, span in spans_at(row.scores.spec, length):
-        moved = metric.difference(row.scores, base.scores, span, limits.confidence)
+        moved = metric.difference(row.scores, base.scores, span)
         beyond_noise = metric.is_perplexity and abs(moved.estimate) > limits.loss + NOISE
         if beyond_noise:
             kinds.add("unsafe")

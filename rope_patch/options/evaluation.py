@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -132,11 +131,6 @@ class EvalSpec(OptionSet):
         if self.chunk is not None:
             return 1
         return max(1, self.batch_tokens // self.longest)
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the whole spec; the texts have digests of their own in the results."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as JSON values."""

@@ -25,7 +25,6 @@ class Limits(OptionSet):
         most=1,
         unit="(0.05 is 5 %)",
     )
-    confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
 
     @property
     def loss(self) -> float:
@@ -71,7 +70,7 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     )
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")
-    limits: Limits = contained(Limits, without=("confidence",))
+    limits: Limits = contained(Limits)
     patching: Patching = contained(Patching, without=("target_length",))
     machine: Machine = contained(Machine)
     report: bool = flag("Write the HTML report.", True)

@@ -148,7 +148,7 @@ def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
             note = ""
             if metric.name == "retrieval":
                 answers_of = row.scores.retrieval[str(column.span.task)]
-                note = " to ".join(map(number_text, answers_of.interval(column.span.stop, comparison.confidence)))
+                note = " to ".join(map(number_text, answers_of.interval(column.span.stop)))
             style = ""
             if row.label == column.winner:
                 style = "winner"
@@ -165,7 +165,7 @@ def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
     if len(labels) > 1:
         caption += (
             " ★ is ahead of every other method, ≈ is not separable from the best, by paired "
-            f"{100 * comparison.confidence:g} % intervals; in a column without a sign they separate no method from the "
+            f"95 % intervals; in a column without a sign they separate no method from the "
             f"best. {INTERVALS}"
         )
     return _table("Scores", labels, shown, caption)
@@ -189,7 +189,7 @@ def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool)
             cells.append(change_cell(metric, change, "" if change.significant else "tied"))
         shown[column.heading] = cells
     caption = (
-        f"On the same windows and prompts, with the {100 * comparison.confidence:g} % interval of each change by "
+        "On the same windows and prompts, with the 95 % interval of each change by "
         "itself; ppl in percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]

@@ -71,7 +71,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
             rows.append([row.format, *cells])
     limits = check.limits
     caption = (
-        f"Safe: the {100 * limits.confidence:g} % interval of the change of perplexity lies within "
+        f"Safe: the 95 % interval of the change of perplexity lies within "
         f"{100 * limits.tolerance:g} %, at most {100 * SAFE_LOST_SHARE:g} % of the prompts are lost, and KL is at most "
         f"{limits.loss:.4f}; unsafe: KL is larger, an interval shows that one of the others is exceeded, or the change "
         f"exceeds the tolerance by {NOISE:g} nats/token, which no noise explains. Below the bits of a cache stand "

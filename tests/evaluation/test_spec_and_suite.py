@@ -35,18 +35,8 @@ ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8),
 def test_a_spec_survives_json():
     spec = EvalSpec([512, 256], tasks=["vt", "niah"], text="books", chunk=64, seed=3)
     again = EvalSpec(**json.loads(json.dumps(spec.to_dict())))
-    assert again == spec and again.sha256 == spec.sha256 and hash(again) == hash(spec)
+    assert again == spec and hash(again) == hash(spec)
     assert again.lengths == (256, 512) and again.longest == 512
-
-
-def test_every_field_of_a_spec_is_part_of_its_digest():
-    changes = {"lengths": [128], "depths": [0.5], "samples": 2, "windows": 3, "tasks": ["niah"],
-               "text": "a", "haystack": "builtin", "chat_template": "off", "bucket": 8, "chunk": 9, "batch_tokens": 10,
-               "seed": 1}  # fmt: skip
-    specs = [EvalSpec(**{"lengths": [256], name: value}) for name, value in changes.items()]
-    specs.append(EvalSpec([256]))
-    assert set(changes) == set(specs[0].to_dict())
-    assert len({spec.sha256 for spec in specs}) == len(specs)
 
 
 @pytest.mark.parametrize(

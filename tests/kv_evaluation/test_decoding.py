@@ -85,7 +85,7 @@ def test_decoding_is_in_the_result_and_counts_for_the_verdict():
 def test_growth_and_means_by_hand():
     decoding = Decoding(((0.0, 0.2), (0.2, 0.4)), ((0.0, 0.1, 0.2, 0.3), (0.1, 0.2, 0.3, 0.6)), (1, None))
     assert decoding.kl == pytest.approx((0.2, 0.225))
-    growth = decoding.growth(0.95)
+    growth = decoding.growth()
     # 0.25 − 0.05 and 0.45 − 0.15; Student's quantile with one degree of freedom is 12.706.
     assert growth.estimate == pytest.approx(0.25)
     assert growth.high - growth.estimate == pytest.approx(12.706 * 0.05, rel=1e-3)

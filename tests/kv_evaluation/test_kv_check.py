@@ -232,7 +232,7 @@ def test_attribution_by_hand():
 @torch.no_grad()
 def test_attribution_is_what_happens_without():
     """Each part of a format, and each remedy, costs the KL of a format that has it so from the start."""
-    asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
+    asked = {**ASKED, "lengths": [56]}
     check = check_cache(small(), TOKENIZER, ["k=int2.token;v=int3.token"], **asked)
     row, base = check.rows[1], check.rows[0]
     assert check.verdict(row, 56).kind == "unsafe" and base.attribution is None
@@ -331,7 +331,7 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     assert expected == 2 * (8 * 2 * 56 + 56)
     results = []
     for progress, more in (([], []), ([], [])):
-        options = {"methods": ("default", "nope"), "resume": kept, "confidence": 0.1, **ASKED}
+        options = {"methods": ("default", "nope"), "resume": kept, **ASKED}
         with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
             check = check_cache(model, TOKENIZER, ["int2.token", "int8-token"], **options)
         assert sum(tokens for tokens in more if tokens > 0) == expected
@@ -362,7 +362,7 @@ def test_attribution_goes_on_where_it_was_stopped():
 
         read.clear()
         with listen(count):
-            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **{**ASKED, "confidence": 0.1})
+            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **ASKED)
 
     check = ask()
     whole = sum(read)
@@ -417,7 +417,6 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         ({"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ({"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ({"windows": 0}, "windows >= 1"),
-        ({"confidence": 1.0}, "confidence"),
         ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\] \(0.05 is 5 %\), got -0.1"),
     ],
 )  # fmt: skip

@@ -15,7 +15,6 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 
 RUN = {"layer_types", "freeze_at", "resume", "methods"}
-LIMITS = {"tolerance", "confidence"}
 
 
 def suite_of(tokenizer, *, text=None, haystack="builtin", **asked):
@@ -36,7 +35,7 @@ def check_cache(model, tokenizer, formats, **options):
     own = {name: options.pop(name) for name in (RUN | {"decode"}) & options.keys()}
     if options["lengths"]:
         options.setdefault("bucket", max(options["lengths"]))
-    own["limits"] = Limits(**{name: options.pop(name) for name in LIMITS & options.keys()})
+    own["limits"] = Limits(options.pop("tolerance", 0.02))
     return kv_check(model, tokenizer, formats, suite_of(tokenizer, **options), **own)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.finished_work import Resume, finished_work
-from rope_patch.evaluation.intervals import effective_count, wilson
+from rope_patch.evaluation.intervals import CONFIDENCE, effective_count, wilson
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_prompts
@@ -121,7 +121,7 @@ class RetrievalResult:
         self.samples(length)  # raises an error that names the lengths, if this is none of them
         return list(zip(*(cell.samples for cell in self.cells if cell.length == length), strict=True))
 
-    def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
+    def interval(self, length: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
         """Return Wilson's interval of :meth:`accuracy`, over as many prompts as :func:`effective_prompts` counts."""
         haystacks = self.haystacks(length)
         right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
