@@ -70,7 +70,9 @@ def retrieval_warnings(scores: Mapping[str, EvalResult], unpatched: str, trained
         results = [scores[unpatched]]
     else:
         subject = "the best method"
-        unmeasured = ", and the unpatched model (default) was not measured"
+        unmeasured = (
+            ", and the unpatched model was not measured (rope-patch compare measures it with --methods default)"
+        )
         results = list(scores.values())
     return [
         f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained length of "

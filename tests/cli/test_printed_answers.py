@@ -46,7 +46,7 @@ def test_one_method_has_no_differences(capsys):
 def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
     shown = comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)}))
     (note,) = (line for line in printed_page(capsys, shown).splitlines() if line.startswith("Note: "))
-    assert note.startswith("Note: 0 of 18 passkey prompts of 4 tokens are answered") and "--methods" in note
+    assert "0 of 18 passkey prompts of 4 tokens" in note and "--methods" in note
 
 
 def test_prose_in_a_table_is_wrapped_where_a_number_is_not(capsys):
