@@ -313,7 +313,7 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(root, tmp_
     rope_patch.load(tmp_path / "out")
 
 
-def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
+def test_an_adapter_in_the_folder_of_its_base_model(tmp_path, no_links):
     """transformers puts such an adapter on the model it loads, on whatever table."""
     tiny_model().save_pretrained(tmp_path / "both")
     (tmp_path / "both" / "notes").mkdir()
@@ -348,6 +348,11 @@ def test_an_adapter_loaded_for_training_is_trained_and_saved(root, tmp_path, loa
         p.data += 0.3
     rope_patch.save(model.eval(), tmp_path)
     assert_same(rope_patch.load(tmp_path), model)
+
+
+def test_a_compiled_peft_model_is_saved(root, expected, tmp_path):
+    rope_patch.save(torch.compile(rope_patch.load(root / "one"), backend="eager"), tmp_path)
+    assert torch.equal(logits(rope_patch.load(tmp_path)), expected["one"])
 
 
 # --- where the files of an adapter lie --------------------------------------------------------------------------------
@@ -426,3 +431,11 @@ def test_the_model_card_that_a_folder_has_keeps_its_text_and_gets_the_patch_of_t
     assert "my own poems" in card.read_text(encoding="utf-8")
     (note,) = notes_in(tmp_path)
     assert "pi:factor=2" in note
+
+
+def test_the_card_of_a_whole_model_is_left_alone(tmp_path):
+    (tmp_path / "README.md").write_text("My model.", encoding="utf-8")
+    model = patched_model("yarn:factor=4")
+    training_begun(model)
+    model.save_pretrained(tmp_path)  # which writes into the folder itself
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "My model."

@@ -80,7 +80,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, converter):
+def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, converter, no_links):
     converter.write_text(WHOLE)
     folder, out = saved(tmp_path / "folder", "yarn:factor=4"), tmp_path / "out.gguf"
     printed = run("export", folder, "--to", "gguf", "--converter", converter, "-o", out)
