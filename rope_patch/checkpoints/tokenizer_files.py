@@ -50,7 +50,10 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
     size = model.config.get_text_config().vocab_size
     try:
         of_source = text_part(config_json(source, **hub)).get("vocab_size")
+        files = list(filter(None, [find_file(source, name, **hub) for name in TOKENIZER_FILES]))
     except (ValueError, OSError):  # it was moved or damaged since the model was loaded
+        return
+    if not files and not is_gguf(source):
         return
     # A model whose embeddings were resized has tokens that the old tokenizer lacks.
     if of_source not in (None, size):
@@ -64,6 +67,5 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
         with contextlib.suppress(ValueError):  # it may hold a vocabulary that transformers cannot read
             read_tokenizer(source).save_pretrained(folder)
         return
-    files = [find_file(source, name, **hub) for name in TOKENIZER_FILES]
-    for path in filter(None, files):
+    for path in files:
         shutil.copyfile(path, folder / path.name)

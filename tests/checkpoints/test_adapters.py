@@ -233,7 +233,7 @@ def test_an_adapter_of_a_larger_vocabulary_fits_a_base_of_that_size(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     tuned = lora(base())
     with pytest.warns(UserWarning, match="save_embedding_layers"):
-        rope_patch.save(tuned, tmp_path / "adapter", tokenizer=False)
+        rope_patch.save(tuned, tmp_path / "adapter")
     assert_same(rope_patch.load_adapter(base(), tmp_path / "adapter"), tuned)
     with pytest.raises(ValueError, match="embed_tokens"):
         rope_patch.load(tmp_path / "adapter")
