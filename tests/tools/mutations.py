@@ -35,6 +35,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from mutation_lists.mutation import Mutation
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it finds its own folder alone
+
+from test_addresses import address
+
 from mutation_lists import MUTATIONS
 from rope_patch.runtime.folders import write_atomically
 
@@ -77,7 +81,10 @@ def planted(mutation: Mutation, root: Path) -> str:
 
 
 def test_files(root: Path, folder: str, module: str) -> list[str]:
-    """Return the test files of a folder: first those that import a module, then those that name it most often."""
+    """Return the test files of a module: that of its address, and those of its folder.
+
+    Of the folder, those that import the module come first, then those that name it most often.
+    """
 
     def place(path: Path) -> tuple[bool, int]:
         text = path.read_text("utf-8")
@@ -85,7 +92,9 @@ def test_files(root: Path, folder: str, module: str) -> list[str]:
         return not imports, -len(re.findall(rf"\b{module}\b", text))
 
     files = sorted((root / "tests" / folder).rglob("test_*.py"))
-    return [str(path.relative_to(root)) for path in sorted(files, key=place)]
+    found = [str(path.relative_to(root)) for path in sorted(files, key=place)]
+    first = f"tests/{address(f'{folder}/{module}')}"
+    return list(dict.fromkeys([first, *found] if (root / first).is_file() else found))
 
 
 def run_tests(root: Path, files: Sequence[str], selection: str, limit: float) -> dict[str, Any]:
