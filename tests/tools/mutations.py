@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it finds its own folder alone
 
+from mutation_lists import MUTATIONS
 from test_addresses import address
 
-from mutation_lists import MUTATIONS
 from rope_patch.runtime.folders import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
