@@ -25,7 +25,6 @@ def export(words: Sequence[str]) -> None:
         method=options.method,
         converter=options.converter,
         dtype=options.dtype,
-        lora=options.lora,
         overwrite=options.force,
         **options.patching.arguments(),
     )

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE, check_adapter_tensors
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.program_contexts import other_contexts, parameters_in
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED, check_version
+from rope_patch.engines.verified_versions import ENGINES, check_version
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
-from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
 from rope_patch.version import __version__
 
 NOTE_FILE = "export.json"
-_ADAPTER_FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
 
 
 def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
@@ -59,7 +55,6 @@ def export_folder(
     *,
     to: str,
     overwrite: bool,
-    adapter: str | Path | None,
     dtype: str,
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
@@ -70,7 +65,6 @@ def export_folder(
         out: the folder to write; new or empty unless ``overwrite`` is given.
         to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
         overwrite: whether to write into a folder that holds files.
-        adapter: the folder of a LoRA adapter that is copied into the folder, to be served beside this base, or None.
         dtype: the data type to which the weights of a GGUF file are dequantized.
 
     Returns:
@@ -78,18 +72,12 @@ def export_folder(
 
     Raises:
         PatchError: the tables are not those of the patch record.
-        ValueError: the engine cannot express a table or take the adapter, or ``out`` is in the way.
+        ValueError: the engine cannot express a table, or ``out`` is in the way.
         OSError: the source cannot be read, the weights are damaged, or ``out`` cannot be written.
     """
     tables = read_tables(model)
     version = check_version(to, str(model.config.model_type), tables)
     config, notes = exported_config(model, tables, to)
-    if adapter is not None:
-        _check_adapter(Path(adapter), ENGINES[to].name)
-        check_adapter_tensors(adapter, model)
-        notes.append(f"serve with the adapter in {Path(out).name}/adapter; it fits no other tables")
-        if to != "vllm":
-            notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[to].name}")
     if is_gguf(source):
         config["dtype"] = dtype
     parameters = text_part(config)["rope_parameters"]
@@ -115,11 +103,6 @@ def export_folder(
         if (record := locate(model).record) is not None:
             raise_length(folder, record)
         _check(folder, tables)
-        if adapter is not None:
-            (folder / "adapter").mkdir()
-            for name in _ADAPTER_FILES:
-                if (Path(adapter) / name).is_file():
-                    shutil.copyfile(Path(adapter) / name, folder / "adapter" / name)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
 
@@ -160,34 +143,3 @@ def _check(folder: Path, tables: Sequence[RotaryTable]) -> None:
     for table in tables:
         if not equal(table, read[table.layer_type]):
             raise ValueError(f"transformers reads another table back: {read[table.layer_type]}, exported {table}")
-
-
-def _check_adapter(folder: Path, engine: str) -> None:
-    """Raise unless an engine that serves LoRA beside a base takes an adapter.
-
-    Args:
-        folder: the folder of the adapter.
-        engine: the name of the engine.
-
-    Raises:
-        ValueError: the adapter holds more than low-rank matrices; merging it works everywhere.
-        FileNotFoundError: the source is not a local folder with safetensors.
-    """
-    for name in _ADAPTER_FILES[:2]:  # an adapter that was trained without a patch has no record
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: download or save the adapter again")
-    config = read_json(folder / ADAPTER_FILE)
-    reasons = []
-    if config.get("peft_type") != "LORA":
-        reasons.append(f"it is of type {config.get('peft_type')}")
-    if config.get("modules_to_save"):
-        reasons.append(f"it trains whole modules {config['modules_to_save']}")
-    if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        reasons.append("it trains biases")
-    if config.get("use_dora"):
-        reasons.append("it is DoRA")
-    if reasons:
-        raise ValueError(
-            f"{engine} takes plain LoRA matrices beside a base, and {folder} is more: {'; '.join(reasons)}. "
-            "Export it merged, without --lora"
-        )

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints.adapters import naming_base
 from rope_patch.checkpoints.folder_patch import check_new_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
@@ -20,7 +19,7 @@ from rope_patch.engines.folders import export_folder
 from rope_patch.engines.verified_versions import ENGINES
 from rope_patch.methods import MethodLike
 from rope_patch.options.shared import DTYPES
-from rope_patch.patching.install import apply, reapply
+from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import is_gguf, scratch_folder
@@ -40,7 +39,6 @@ class ExportRequest:
     options: Mapping[str, Any]
     converter: str | Path | None
     dtype: str
-    lora: bool
     overwrite: bool
 
     def check(self, adapter: bool, gguf: bool = False) -> None:
@@ -63,24 +61,12 @@ class ExportRequest:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.to not in TARGETS:
             raise ValueError(f"unknown engine {self.to!r}. Known: {', '.join(TARGETS)}")
-        if self.to == "gguf" and self.lora:
-            raise ValueError(
-                "llama.cpp's own convert_lora_to_gguf.py writes an adapter as a GGUF file, to be loaded beside that of "
-                "its patched base: leave lora out to merge it"
-            )
         if self.to == "gguf" and self.converter is None:
             raise ValueError(NEEDS_CONVERTER)
         if self.converter is not None and not Path(self.converter).is_file():
             raise FileNotFoundError(f"no file {self.converter}: converter is llama.cpp's convert_hf_to_gguf.py")
-        copied = not gguf and (self.lora or (self.to != "gguf" and not adapter))
-        if self.dtype != "auto" and copied:
+        if self.dtype != "auto" and self.to != "gguf" and not gguf and not adapter:
             raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
-        if self.lora and not adapter:
-            raise ValueError("lora is for adapters, and the model is not one")
-        if self.lora and self.to == "hf":
-            raise ValueError(
-                "transformers takes the adapter as it is, with rope_patch.load; leave lora out to merge it"
-            )
         if self.method is not None and adapter:
             raise ValueError("an adapter fits the tables it was trained under: leave method out")
         given = [name for name, value in self.options.items() if value is not None]
@@ -96,15 +82,12 @@ def export(
     method: MethodLike | None = None,
     converter: str | Path | None = None,
     dtype: str = "auto",
-    lora: bool = False,
     overwrite: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint so that another engine runs it with exactly the rotary tables that it has here.
 
-    Weights of a folder or hub id are copied, not loaded. An adapter is merged into its base. With ``lora`` it is
-    written beside the base instead, which is patched as the adapter's record says: the engine loads the tables of the
-    base, and the adapter fits no others. The order is then: patch the base, export it, serve it with the adapter.
+    Weights of a folder or hub id are copied, not loaded. An adapter is merged into its base.
 
     Args:
         model: the model: a folder or hub id of a model, patched or not, or of an adapter; a GGUF file, whose weights
@@ -116,7 +99,6 @@ def export(
             alone.
         dtype: the data type of merged weights (by default that of the base), of those read from a GGUF file (by default
             bfloat16), and of those of a new GGUF file (by default what the converter chooses).
-        lora: whether an adapter stays an adapter, instead of being merged.
         overwrite: whether to write into a folder that holds files.
         **options: further arguments of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``,
             ``freeze_at``, or the method's own parameters.
@@ -126,8 +108,7 @@ def export(
         correctly. For folders ``export.json`` holds the same.
 
     Raises:
-        ValueError: some options do not go together, or the engine cannot express a table, family or adapter, with the
-            reason.
+        ValueError: some options do not go together, or the engine cannot express a table or family, with the reason.
         OSError: the source cannot be read, weights are damaged, or ``output`` cannot be written.
 
     Example:
@@ -139,7 +120,7 @@ def export(
         ('vLLM', ['longrope'])
     """
     output = Path(output)
-    request = ExportRequest(to, method, options, converter, dtype, lora, overwrite)
+    request = ExportRequest(to, method, options, converter, dtype, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
         with cached_headers(source):
@@ -181,7 +162,6 @@ def _export(source: str | Path, output: Path, request: ExportRequest, name: str)
                 output,
                 to=request.to,
                 overwrite=request.overwrite,
-                adapter=source if request.lora else None,
                 dtype=request.dtype,
             )
         return export_gguf(
@@ -214,24 +194,16 @@ def _model_and_weights(
 ) -> Iterator[tuple[PreTrainedModel, str | Path]]:
     """Yield the model that is exported, without weights, and the folder, hub id or file of its weights.
 
-    Of an adapter it is the base, patched as the record says, or with the adapter merged into it.
+    Of an adapter it is the base with the adapter merged into it.
     """
     if not checkpoints.is_adapter(source):
         yield model_without_weights(source), source
-        return
-    base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
-    if request.lora:
-        with naming_base(source):
-            model = model_without_weights(base)
-        if record is not None:
-            reapply(model, record)
-        yield model, base
         return
     loaded: Any = checkpoints.load(source, dtype=request.dtype)
     progress.say("copying base and adapter, merged")
     merged = loaded.merge_and_unload()
     with scratch_folder(output) as folder:
-        _save(merged, folder, [source, base])
+        _save(merged, folder, [source, checkpoints.adapter_base(source)])
         # The folder holds the merged model now: its memory is given back before the export.
         del loaded, merged
         yield model_without_weights(folder), folder

@@ -163,12 +163,19 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
-        if self.scheme != Scheme():
-            # Prompts are padded on the left, and the blocks of the cache begin with the text.
-            padding = (kwargs["attention_mask"] == 0).sum(1)
-            kwargs[self.reader.cache_argument] = self.maker(padding)
-        answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
-        return answer
+        if self.scheme == Scheme():
+            answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
+            return answer
+        # Prompts are padded on the left, which quantized caches do not take: each is read alone, without its padding.
+        answers = []
+        for row, mask in zip(context, kwargs.pop("attention_mask"), strict=True):
+            padding = row[mask == 0]
+            prompt = row[mask != 0][None]
+            kwargs[self.reader.cache_argument] = self.maker()
+            room = max_length - len(padding)
+            answer = super()._model_generate(prompt, room, stop, attention_mask=torch.ones_like(prompt), **kwargs)
+            answers.append(torch.cat((padding, answer[0])))
+        return torch.nn.utils.rnn.pad_sequence(answers, True, self.tokenizer.pad_token_id)
 
     def _refuse_to_cut(self, what: str) -> None:
         raise ValueError(

@@ -23,6 +23,8 @@ from rope_patch.modeling.temporary_modes import attending_with, attention_state
 
 ATTENTION_NAME = "rope_patch_kv_cache"
 
+PADDED = "quantized caches take no rows that are padded on the left: read such rows one by one, or pad on the right"
+
 
 @dataclass(eq=False)
 class _Reading:
@@ -88,10 +90,11 @@ def attend(
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
     window = run.plans[index].layer.window or total
-    unpadded = size == total and store.padding is None  # so that blocks begin with the first token
-    # A row whose first token is hidden: blocks would begin with its padding.
-    if unpadded and attention_mask is not None and bool(_masked(query.new_zeros(()), attention_mask[..., 0, 0]).any()):
-        raise ValueError("rows are padded on the left: make their cache with factory(padding=…)")
+    if size == total and attention_mask is not None:
+        # Whether the first token of a row is hidden: blocks would begin with its padding.
+        padded = _masked(query.new_zeros(()), attention_mask[..., 0, 0]).any()
+        if bool(padded):
+            raise ValueError(PADDED)
     # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
     raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
     before = total - size
@@ -121,7 +124,7 @@ def attend(
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
             logits = _masked(logits, attention_mask[:, :, low:high, at])
-        # A query of padding sees no key, and its softmax is NaN.
+        # A query of padding may see no key, and its softmax is then NaN.
         weights = logits.softmax(-1).nan_to_num().to(value.dtype)
         frozen = _frozen(store, "values", visible_tokens, places[at])
         if frozen is None:
@@ -164,7 +167,7 @@ def _store(runs: Sequence[SchemeRun], index: int, size: int, key: Any, value: Te
 
 
 def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:
-    """Return whether each query reads each key quantized: (rows or 1, 1, queries, keys) bool; None if no key ever is.
+    """Return whether each query reads each key quantized, (queries, keys) bool; None if no key ever is.
 
     Args:
         store: the cache layer.
@@ -174,12 +177,7 @@ def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Te
     """
     if store.plan.sides[name].format == "none":
         return None
-    pads = [0] if store.padding is None else store.padding.tolist()
-    masks = []
-    for pad in pads:
-        base = store.plan.scheme.sinks + pad
-        masks.append((places >= base) & (places < store.plan.frozen(name, visible_tokens, pad)))
-    return torch.stack(masks)[:, None]
+    return (places >= store.plan.scheme.sinks) & (places < store.plan.frozen(name, visible_tokens))
 
 
 def padding_mask(**kwargs: Any) -> Tensor | None:

@@ -11,24 +11,17 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_patch.kv_cache.attention import attending_by
+from rope_patch.kv_cache.attention import PADDED, attending_by
 from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
-from rope_patch.patching.cache_argument import cache_in
 from rope_patch.patching.locate import Location, locate
 
 
 class QuantizedCache(Cache):
-    """A cache of :class:`QuantizedLayer` objects, which the factory of :func:`quantized` makes.
-
-    Attributes:
-        padding: number of padding tokens on the left of each row; empty if no row is padded.
-    """
-
-    padding: Sequence[int] = ()
+    """A cache of :class:`QuantizedLayer` objects, which the factory of :func:`quantized` makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,26 +38,16 @@ class CacheMaker:
     run: SchemeRun
     identity: str
 
-    def __call__(self, padding: Tensor | None = None) -> QuantizedCache:
-        """Return an empty cache.
-
-        Args:
-            padding: (rows,) number of padding tokens on the left of each row, so that blocks begin with the text.
-        """
+    def __call__(self) -> QuantizedCache:
+        """Return an empty cache."""
         # Layers of other kinds, such as those of linear attention, stay as transformers makes them.
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-        count = None
-        if padding is not None and bool((padding > 0).any()):
-            count = padding.cpu().long()
         plans = self.run.plans
         layers = DynamicCache(config=self.config).layers
         for i, layer in enumerate(layers):
             if type(layer) in kinds and i in plans:
-                layers[i] = QuantizedLayer(plans[i], self.run, count)
-        cache = QuantizedCache(layers=layers)
-        if count is not None:
-            cache.padding = count.tolist()
-        return cache
+                layers[i] = QuantizedLayer(plans[i], self.run)
+        return QuantizedCache(layers=layers)
 
 
 @contextlib.contextmanager
@@ -88,23 +71,10 @@ def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
 
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for padding that an empty cache was not made for, with which its blocks would begin."""
-    cache = cache_in(kwargs)
+    """Raise ValueError for rows that are padded on the left: their blocks would begin with the padding."""
     mask = kwargs.get("attention_mask")
-    if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
-        return
-    pads: list[int] = []
-    expected = list(cache.padding)
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        pads = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        expected = [min(pad, mask.shape[1]) for pad in expected]  # a first chunk may be nothing but padding
-    if not any(pads):
-        pads = []
-    if pads != expected:
-        raise ValueError(
-            f"attention_mask pads rows on the left by {pads or 'no'} tokens, the cache was made for "
-            f"{cache.padding or 'none'}: make the cache with factory(padding=…)"
-        )
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
+        raise ValueError(PADDED)
 
 
 @contextlib.contextmanager
@@ -130,7 +100,8 @@ def quantized(
         A factory of caches.
 
     Raises:
-        ValueError: the scheme cannot be read, or does not fit the model (see ``Scheme.parse`` and ``plan_layers``).
+        ValueError: the scheme cannot be read, or does not fit the model (see ``Scheme.parse`` and ``plan_layers``); or,
+            when the model is called, a row is padded on the left.
     """
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     location = locate(model)

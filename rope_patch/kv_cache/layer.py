@@ -50,24 +50,24 @@ class QuantizedLayer(DynamicLayer):
     Args:
         plan: the plan of the layer.
         run: the run of the model under its scheme.
-        padding: (rows,) number of padding tokens on the left of each row; None if no row is padded.
 
     Attributes:
         keys: (rows, heads, tokens, head_dim) keys as they are read; those in frozen blocks are quantized.
         values: (rows, heads, tokens, head_dim) values as they are read; those in frozen blocks are quantized.
         raw_keys: the keys in full precision.
         raw_values: the values in full precision.
-        frozen: number of frozen blocks, by side and row; without padding row 0 stands for all rows.
+        frozen: number of frozen blocks, by side.
     """
 
     keys: Tensor
     values: Tensor
     is_croppable = False
 
-    def __init__(self, plan: LayerPlan, run: SchemeRun, padding: Tensor | None = None) -> None:
+    def __init__(self, plan: LayerPlan, run: SchemeRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plan, self.run, self.padding = plan, run, padding
-        self.frozen: dict[tuple[str, int], int] = {}
+        self.plan = plan
+        self.run = run
+        self.frozen: dict[str, int] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add the states of new tokens, and return those of all tokens as the first of the new queries sees them."""
@@ -97,36 +97,31 @@ class QuantizedLayer(DynamicLayer):
         for name, side in self.plan.sides.items():
             if side.format == "none":
                 continue
-            if self.padding is None:
-                self._freeze(name, visible_tokens, 0, slice(None))
-            else:
-                for row, pad in enumerate(self.padding.tolist()):
-                    self._freeze(name, visible_tokens, pad, slice(row, row + 1))
+            done = self.frozen.get(name, 0)
+            ready = (self.plan.frozen(name, visible_tokens) - self.plan.scheme.sinks) // side.block
+            if ready > done:
+                self._freeze(name, done, ready)
 
-    def _freeze(self, name: str, visible_tokens: int, pad: int, rows: slice) -> None:
-        place = (name, rows.start or 0)
-        done = self.frozen.get(place, 0)
+    def _freeze(self, name: str, done: int, ready: int) -> None:
+        """Quantize the blocks of keys or values from number ``done`` up to number ``ready``."""
         size = self.plan.sides[name].block
-        base = self.plan.scheme.sinks + pad
-        ready = (self.plan.frozen(name, visible_tokens, pad) - base) // size
-        if ready <= done:
-            return
+        base = self.plan.scheme.sinks
         low, high = base + done * size, base + ready * size
-        raw = getattr(self, f"raw_{name}")[rows, :, low:high]
+        raw = getattr(self, f"raw_{name}")[:, :, low:high]
         count, heads = raw.shape[0], raw.shape[1]
         blocks = raw.reshape(count, heads, -1, size, raw.shape[-1])
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
         turn = None
         if self.turn is not None:
-            cos, sin = (part[rows, low:high].reshape(-1, size, part.shape[-1]) for part in self.turn)
+            cos, sin = (part[:, low:high].reshape(-1, size, part.shape[-1]) for part in self.turn)
             turn = cos, sin
         quantized = self.plan.quantize(name, blocks, turn)
         quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
         # Not in place: what was returned before must not change, nor what a copy of this cache holds.
         whole = getattr(self, name).clone()
-        whole[rows, :, low:high] = quantized.reshape(raw.shape)
+        whole[:, :, low:high] = quantized.reshape(raw.shape)
         setattr(self, name, whole)
-        self.frozen[place] = ready
+        self.frozen[name] = ready
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -152,8 +147,6 @@ class QuantizedLayer(DynamicLayer):
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-        if self.padding is not None:
-            raise NotImplementedError("rows of a quantized cache that are padded on the left cannot be moved")
         for name in ("keys", "values", "raw_keys", "raw_values"):
             setattr(self, name, rows(getattr(self, name)))
         if self.turn is not None:

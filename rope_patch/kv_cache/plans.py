@@ -45,16 +45,15 @@ class LayerPlan:
         """Whether keys are quantized with the help of cos and sin at their positions."""
         return self.sides["keys"].pre or self.offset is not None
 
-    def frozen(self, name: str, visible_tokens: Tokens, pad: int = 0) -> Tokens:
+    def frozen(self, name: str, visible_tokens: Tokens) -> Tokens:
         """Return the position at which the quantized tokens that a query reads end; they begin after the sinks.
 
         Args:
             name: ``"keys"`` or ``"values"``.
             visible_tokens: number of tokens that the query sees, its own included; several queries as a tensor.
-            pad: number of padding tokens on the left of the row.
         """
         scheme = self.scheme
-        base = scheme.sinks + pad
+        base = scheme.sinks
         # With `flush` a query reads the cache before its own token rounds anything, hence the 1.
         if not scheme.flush:
             count = visible_tokens - base - scheme.residual

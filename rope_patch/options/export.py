@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, flag, path, word
+from rope_patch.options.fields import OptionSet, contained, path, word
 from rope_patch.options.shared import DTYPES, Patching
 
 
@@ -44,7 +44,6 @@ class ExportOptions(OptionSet, command="export"):
         metavar="DTYPE",
         choices=DTYPES,
     )
-    lora: bool = flag("Write an adapter beside its patched base model. By default it is merged into it.")
     force: bool = shared.force()
     imports: tuple[str, ...] = shared.imports()
     as_json: bool = shared.as_json()

@@ -164,7 +164,7 @@ def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
     edit(tmp_path / "patched" / "config.json", rope_patch=config["rope_patch"] | {key: value})
     edit(tmp_path / "adapter" / "rope_patch.json", **{key: value})
     assert key in invoke("doctor", tmp_path / "patched").stdout
-    commands = [("export", "adapter", "--to", "vllm", "--lora", "-o", "out")]
+    commands = [("export", "adapter", "--to", "vllm", "-o", "out")]
     if every:  # of each key one
         commands += [("restore", "patched", "-o", "out")]
     for words in commands:

@@ -146,33 +146,21 @@ def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp
     assert rope_patch.inspect(model).record is None
 
 
-def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
+def test_an_adapter_is_served_with_its_base_under_the_method_that_doctor_names(adapter, base, tmp_path):
+    """The two commands of docs/serving.md."""
     from peft import PeftModel
 
     folder, expected = adapter
-    export(folder, tmp_path / "out", to="vllm", lora=True)
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
-    served = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out" / "adapter"
-    )
+    method = run("doctor", folder).partition("trained under ")[2].partition(",")[0]
+    run("export", base, "--to", "vllm", "--method", method, "-o", tmp_path / "out")
+    served = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), folder)
     assert torch.equal(logits(served), expected)
 
 
-@pytest.mark.parametrize(
-    "change", [{"modules_to_save": ["embed_tokens"]}, {"use_dora": True}, {"bias": "all"}, {"lora_bias": True}]
-)
-def test_adapters_that_engines_do_not_take(adapter, tmp_path, change):
-    edit_json(adapter[0] / "adapter_config.json", lambda config: config.update(change))
-    with pytest.raises(ValueError, match=r"whole modules|DoRA|biases"):
-        export(adapter[0], tmp_path / "out", to="vllm", lora=True)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "lora": True}])
-def test_an_adapter_that_does_not_fit_its_base_is_not_exported(adapter, tmp_path, options):
+def test_an_adapter_that_does_not_fit_its_base_is_not_exported(adapter, tmp_path):
     edit_json(adapter[0] / "adapter_config.json", lambda config: config.update(target_modules=["k_proj"]))
     with pytest.raises(ValueError, match="unknown to the model"):
-        export(adapter[0], tmp_path / "out", **options)
+        export(adapter[0], tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
 
 
@@ -194,12 +182,11 @@ def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file")  # PEFT, of the base
-@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "lora": True}])
-def test_an_adapter_over_a_gguf_file_is_written_in_bfloat16_too(tmp_path, options):
+def test_an_adapter_over_a_gguf_file_is_written_in_bfloat16_too(tmp_path):
     model = rope_patch.load(write_toy(tiny_model(vocab_size=1024), tmp_path / "m.gguf"), "yarn", target_length=256)
     rope_patch.save(lora(model), tmp_path / "adapter")
     for dtype in ("auto", "float32"):
-        export(tmp_path / "adapter", tmp_path / dtype, dtype=dtype, **options)
+        export(tmp_path / "adapter", tmp_path / dtype, dtype=dtype, to="hf")
     dtypes = [AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype for name in ("auto", "float32")]
     assert dtypes == [torch.bfloat16, torch.float32]
 
@@ -207,9 +194,8 @@ def test_an_adapter_over_a_gguf_file_is_written_in_bfloat16_too(tmp_path, option
 def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for out in (adapter[0], base):
-        for more in ((), ("--lora",)):
-            words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force", *more)
-            assert "is the model itself or the base of the adapter" in fail(*words)
+        words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force")
+        assert "is the model itself or the base of the adapter" in fail(*words)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -241,7 +227,6 @@ def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
         (("{base}", "--to", "tgi", "-o", "{out}"), "sglang"),
         (("{base}", "--to", "vllm", "-o", "{full}"), "empty"),
         (("{base}", "--to", "vllm", "-o", "{base}"), "base"),
-        (("{base}", "--to", "vllm", "--lora", "-o", "{out}"), "lora"),
         (("{base}", "--to", "vllm", "--dtype", "float16", "-o", "{out}"), "dtype"),
     ],
 )

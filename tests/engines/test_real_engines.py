@@ -58,9 +58,9 @@ def for_vllm(cases: list[Case], folders: dict[str, Path]) -> list[Case]:
     plain = (" base", " window", " other-layers", " learned", " merged", " longrope-5")
     chosen = [c for c in cases if (":" in c.name and not c.name.endswith("export")) or c.name.endswith(plain)]
     chosen += [c for c in cases if c.name.startswith("llama ") and c.name.endswith("-5") and c not in chosen]
-    beside = folders["adapter merged"].with_name("adapter beside")
-    lora = {"lora": str(beside / "adapter")}
-    return [*chosen, Case("adapter beside", beside, prompt(), "adapter merged", lora)]
+    merged = folders["adapter merged"]
+    lora = {"lora": str(merged.with_name("adapter"))}
+    return [*chosen, Case("adapter base", merged.with_name("adapter base"), prompt(), "adapter merged", lora)]
 
 
 def contradiction(answer: dict[str, Any], off: float, said: list[ProgramReading], own: list[ProgramReading]) -> str:

@@ -625,7 +625,7 @@ def test_scores_under_a_quantized_cache_are_those_of_decoding(options):
         assert score == pytest.approx(expected, abs=1e-3)
 
 
-def test_generation_under_a_quantized_cache_knows_its_padding():
+def test_generation_under_a_quantized_cache_is_the_same_in_batches():
     scheme = "k=int3.token;v=int3.token;residual=2"
     prompts = [(text, greedy(6)) for text in (DOCUMENT, "import os", "The answer is")]
     together = lm(kv_cache=scheme, batch_size=3).generate_until(requests("generate_until", *prompts))

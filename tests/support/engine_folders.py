@@ -157,7 +157,7 @@ def toys(root: Path) -> Iterator[Path]:
         yield from under_methods(f"{name}-scaled", base, (f"{name}:factor=2", "p_rope:p=0.5"))
     model = lora(rope_patch.load(ASSETS / "llama", "yarn:factor=4", target_length=TARGET))
     rope_patch.save(model, root / "adapter")
-    export(root / "adapter", root / "adapter beside", to="vllm", lora=True)
+    export(ASSETS / "llama", root / "adapter base", to="vllm", method="yarn:factor=4", target_length=TARGET)
     export(root / "adapter", root / "adapter merged", to="vllm", dtype="float32")  # bfloat16 would round what is merged
     yield root / "adapter merged"
 

@@ -178,13 +178,6 @@ KV_CACHE = (
         "torch 2.13 saturates in this cast; test_fp8_with_a_scale_of_one_is_a_cast_that_saturates holds that",
     ),
     Mutation(
-        "attention_takes_padding_for_sinks",
-        "rope_patch/kv_cache/attention.py",
-        "base = store.plan.scheme.sinks + pad\n        masks",
-        "base = store.plan.scheme.sinks\n        masks",
-        "the cache stores padding and sinks as they are, so what is taken for rounded there is the same",
-    ),
-    Mutation(
         "cache_that_is_reset_keeps_its_blocks",
         "rope_patch/kv_cache/layer.py",
         "        self.frozen.clear()\n",
