@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.commands import fail, fail_without_a_trace, invoke
+from support.commands import fail, fail_without_a_trace, invoke, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
 from support.prompting import TOKENIZER
