@@ -57,9 +57,7 @@ def open_source(options: DataOptions, seed: int) -> Any:
 
     path = Path(options.source)
     if options.source == "builtin":
-        documents = list(builtin_text("train").documents)
-        chats = [as_conversation(text) for text in documents]
-        dataset: Any = datasets.Dataset.from_dict({"text": documents, "messages": chats})
+        dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
     elif path.is_dir() or path.suffix in READERS:
         files = text_files(path)
         kinds = {READERS[file.suffix] for file in files}
@@ -86,14 +84,6 @@ def text_files(source: str | Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.suffix in READERS)
     return [path]
-
-
-def as_conversation(text: str) -> list[dict[str, str]]:
-    """Return the beginning of a text as a question and its answer, so that the built-in text can stand in for chats."""
-    return [
-        {"role": "user", "content": text[:300].strip()},
-        {"role": "assistant", "content": text[300:1000].strip()},
-    ]
 
 
 def conversation(

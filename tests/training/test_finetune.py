@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -26,13 +24,11 @@ from support.patches import edit_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
 from support.tiny import ids
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
-from rope_patch.cli.finetune import smaller
 from rope_patch.methods import METHODS
-from rope_patch.modeling.training_loss import IGNORED_LABEL
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.texts.builtin_text import builtin_text
@@ -490,21 +486,6 @@ def test_arguments_follow_the_options(tmp_path):
 
 
 # --- the command
-
-
-@pytest.mark.slow
-def test_a_smoke_run_of_conversations_learns_what_the_assistant_says(tmp_path):
-    config = ROOT / "recipes" / "configs" / "chat.yaml"
-    words = ["model.name=llama", "patch.method=default", "output=x", config]
-    few = ["train.steps=1", "evaluation.every=0", "evaluation.before=false", "evaluation.lengths=128", *TEXTS[1:]]
-    result = finetune(recipe(*words, *smaller(recipe(*words)), *few, "train.warmup=0", f"output={tmp_path / 'out'}"))
-    row = Dataset.from_file(str(result.folder / "work" / "rows.arrow"))[0]
-    tokenizer = AutoTokenizer.from_pretrained(result.folder)
-    said = re.findall(r"<eos>assistant\n(.+?<eos>)", tokenizer.decode(row["input_ids"]), re.DOTALL)
-    learned = tokenizer.decode([label for label in row["labels"] if label != IGNORED_LABEL])
-    assert learned.startswith(said[0])
-    documents = builtin_text("train").documents
-    assert any(said[0].removesuffix("<eos>") in document for document in documents)
 
 
 @pytest.mark.slow
