@@ -82,7 +82,8 @@ class RopePatchLM(AnsweringLM):
         replace: whether to replace the patch that a folder carries.
         chunk: the number of tokens per forward pass; whole prompts by default [tokens].
         kv_cache: the cache formats by which keys and values are read as if they were quantized, exactly as decoding
-            would read them: ``kivi-2``, or the text of :mod:`rope_patch.kv_cache.schemes`.
+            would read them: ``kivi-2``, or the text of :mod:`rope_patch.kv_cache.schemes`. Prompts of
+            ``generate_until`` are then read one at a time.
         **kwargs: further arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
 
     Raises:
