@@ -74,7 +74,8 @@ class Registry(UserDict[str, Entry]):
         if lacking:
             raise ValueError(f"the {self.noun} {name!r} must define {' and '.join(lacking)}")
         if (known := self.data.get(name)) is not None:
-            ours, theirs = _class_of(entry), _class_of(known)
+            ours = _class_of(entry)
+            theirs = _class_of(known)
             # A notebook's cell that is run again defines a class of the same name anew, which replaces the earlier one.
             if ours.__qualname__ != theirs.__qualname__ or (is_built_in(known) and not is_built_in(entry)):
                 raise ValueError(

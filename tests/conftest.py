@@ -75,7 +75,8 @@ def long_texts_are_encoded_once():
     """
     from rope_patch.texts import documents
 
-    encode, results = documents._encode, {}
+    encode = documents._encode
+    results = {}
 
     def once(tokenizer, document, prefix):
         if len(document.text) < 300_000 or not (isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast):

@@ -137,7 +137,8 @@ def _inside(module: str, item: Import) -> str | None:
     owner, _, name = item.target.rpartition(".")
     if name.startswith("_") and not name.startswith("__") and not owner.startswith(module.removesuffix(".__init__")):
         return f"{name} is private to {owner}"
-    folder, target = folder_of(module), folder_of(item.target)
+    folder = folder_of(module)
+    target = folder_of(item.target)
     if target is None and owner:
         return f"{item.target} has no place in the layers"
     if target is None and LEVEL[folder or ROOT] < LEVEL["cli"]:
@@ -152,7 +153,8 @@ def _inside(module: str, item: Import) -> str | None:
 
 
 def _third_party(module: str, item: Import) -> str | None:
-    folder, name = folder_of(module) or ROOT, item.target.partition(".")[0]
+    folder = folder_of(module) or ROOT
+    name = item.target.partition(".")[0]
     if name in OUTSIDE and folder not in OUTSIDE:
         return f"{name} is a folder of the repository: the package cannot import it"
     if module in PURE_MODULES and name not in PURE | PURE_STDLIB:
@@ -235,7 +237,8 @@ def test_no_two_classes_share_a_name() -> None:
 
 def unexplained(source: str) -> list[str]:
     """Return the functions above 80 lines or 12 parameters that have no comment above them that says why."""
-    lines, names = source.splitlines(), []
+    lines = source.splitlines()
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = node.args

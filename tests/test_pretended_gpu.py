@@ -59,7 +59,8 @@ def waits_per_token(model, make_cache=lambda: None) -> float:
 
 @gpu.on("cuda")
 def test_devices_do_not_mix_and_waits_are_counted(tmp_path):
-    there, here = torch.ones(3, device="cuda"), torch.ones(3)
+    there = torch.ones(3, device="cuda")
+    here = torch.ones(3)
     assert there.device == torch.device("cuda:0")
     assert (there + here.sum()).is_cuda
     for other in (here, torch.ones(3, device="cuda:1")):
@@ -116,7 +117,8 @@ def test_perplexity_waits_four_times_a_chunk_and_never_for_a_slice(tmp_path):
 
 @gpu.on("cuda")
 def test_retrieval_and_compare_give_what_a_cpu_gives(tmp_path):
-    here, there = small(), small().to("cuda")
+    here = small()
+    there = small().to("cuda")
     options = {"lengths": [256], "depths": [0], "samples": 1, "chunk": 128, "haystack": TEXT}
     expected, got = (rope_patch.retrieval(model, TOKENIZER, "passkey", **options) for model in (here, there))
     assert got.cells[0].samples[0].logprob == pytest.approx(expected.cells[0].samples[0].logprob, rel=1e-4)

@@ -42,7 +42,8 @@ METRIC = contributed("answer_logprob")
 def folder(tmp_path, monkeypatch):
     """A directory to work in; what the modules of a test define goes again."""
     before = [(registry, dict(registry)) for registry in (METHODS, METRICS, TASKS, FORMATS)]
-    modules, path = set(sys.modules), list(sys.path)
+    modules = set(sys.modules)
+    path = list(sys.path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for registry, entries in before:

@@ -141,7 +141,8 @@ def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]],
     for p in p_values:
         if not 0 < p < 1:
             raise ValueError(f"p must be in (0, 1), got {p}")
-    layers, count = text.num_hidden_layers, text.num_attention_heads
+    layers = text.num_hidden_layers
+    count = text.num_attention_heads
     for layer, head in heads:
         if not (0 <= layer < layers and 0 <= head < count):
             raise ValueError(
@@ -151,7 +152,8 @@ def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]],
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:
     """Return the clearest head of each type, each head once."""
-    masses, names = [], []
+    masses = []
+    names = []
     for layer in heads.layers:
         of_layer = torch.stack(
             (

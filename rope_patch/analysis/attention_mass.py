@@ -62,7 +62,8 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     layers = root.config.get_text_config().num_hidden_layers
     decoder = root.get_decoder()
     device = device_of(root.get_input_embeddings())
-    on_text, on_repeated = _Pass(rows), _Pass(repeated_tokens(rows)[None])
+    on_text = _Pass(rows)
+    on_repeated = _Pass(repeated_tokens(rows)[None])
     reads = rows.numel() + on_repeated.rows.numel()
     with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
@@ -70,7 +71,8 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
         for current in (on_text, on_repeated):
             with attending_with(root, ATTENTION_NAME, current):
                 for number, ids in enumerate(current.rows):
-                    current.row, current.layers_done = number, set()
+                    current.row = number
+                    current.layers_done = set()
                     with progress.forward_pass(decoder, len(ids)):
                         decoder(input_ids=ids[None].to(device), use_cache=False)
                     missing = sorted(set(range(layers)) - current.layers_done)
@@ -156,7 +158,9 @@ def _attend(
     # Weights are float32, of 4 bytes each.
     size = max(1, min(512, WEIGHTS_BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
-    queries, keys, values = query[0].float(), key[0].float(), value[0].float()
+    queries = query[0].float()
+    keys = key[0].float()
+    values = value[0].float()
     places = torch.arange(tokens, device=query.device)
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)

@@ -134,13 +134,21 @@ class AttentionSums:
     """
 
     def __init__(self, index: int, heads: int, rows: Tensor, device: torch.device) -> None:
-        self.index, self.heads, self.rows, self.device = index, heads, rows.to(device), device_of_sums(device)
+        self.index = index
+        self.heads = heads
+        self.rows = rows.to(device)
+        self.device = device_of_sums(device)
         self.first_query = min(FIRST_COUNTED_QUERY, rows.shape[1] // 2)
         self.offset = self._zeros(heads, OFFSETS)
         self.offset_count = self._zeros(OFFSETS)
-        self.first, self.first_count = self._zeros(heads), 0
-        self.distance, self.entropy, self.queries = self._zeros(heads), self._zeros(heads), 0
-        self.induction, self.even, self.matched = self._zeros(heads), self._zeros(), 0
+        self.first = self._zeros(heads)
+        self.first_count = 0
+        self.distance = self._zeros(heads)
+        self.entropy = self._zeros(heads)
+        self.queries = 0
+        self.induction = self._zeros(heads)
+        self.even = self._zeros()
+        self.matched = 0
         self.sink_sum = self._zeros(heads)
         self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, token: (heads, top) of each row
 
@@ -155,7 +163,8 @@ class AttentionSums:
         """Begin a row of the text."""
         self.row = row
         tokens = self.rows.shape[1]
-        self.far, self.all = self._zeros(self.heads, tokens), self._zeros(self.heads, tokens)
+        self.far = self._zeros(self.heads, tokens)
+        self.all = self._zeros(self.heads, tokens)
         self.far_count = self._zeros(tokens)
 
     def add(
@@ -187,7 +196,9 @@ class AttentionSums:
         skip = max(self.first_query - start, 0)
         if skip >= len(hidden):
             return
-        weights, distance, hidden = weights[:, skip:], distance[skip:], hidden[skip:]
+        weights = weights[:, skip:]
+        distance = distance[skip:]
+        hidden = hidden[skip:]
         start += skip
         stop = start + weights.shape[1]
         self.queries += weights.shape[1]

@@ -175,7 +175,8 @@ def recall(outliers: Sequence[MeanPair], radius: float) -> dict[str, float]:
     """
     kinds = [pair.kind for pair in outliers]
     count = len(kinds) or math.nan
-    below, beyond = 1 - kinds.count("full turns") / count, kinds.count("offset feature") / count
+    below = 1 - kinds.count("full turns") / count
+    beyond = kinds.count("offset feature") / count
     return {"radius": radius, "outliers": len(kinds), "below": below, "beyond": beyond}
 
 
@@ -290,7 +291,8 @@ def contributions(layer: LayerCapture, head: int, distances: Tensor) -> Tensor:
     Returns:
         (pairs, distances) logits, before soft-capping.
     """
-    query, key = layer.query, layer.key_by_query_head
+    query = layer.query
+    key = layer.key_by_query_head
     angle = phi(query.mean_pairs[head], key.mean_pairs[head])
     angles = angle[:, None] - layer.inv_freq.double()[:, None] * distances
     size = query.radius[head] * key.radius[head] * layer.attention_scaling**2 * layer.scaling

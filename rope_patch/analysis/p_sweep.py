@@ -71,7 +71,8 @@ def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) ->
     for layer in statistics.layers:
         stopped = zeroed[layer.layer_type]
         if stopped.any():
-            query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
+            query = layer.query.mean_norm
+            keys = layer.key_by_query_head.mean_norm
             parts = torch.stack((query, keys, query * keys))
             shares.append(parts[..., stopped].sum(-1) / parts.sum(-1).clamp_min(torch.finfo(torch.float64).tiny))
     if not shares:

@@ -108,7 +108,8 @@ class SingleHead:
     def _rotated(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as attention sees them: (tokens, head_dim) each."""
         angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos = angles.cos() * self.attention_scaling
+        sin = angles.sin() * self.attention_scaling
         return rotate(self.query, cos, sin, self.interleaved), rotate(self.key, cos, sin, self.interleaved)
 
 

@@ -211,7 +211,8 @@ def check_adapter_tensors(adapter: str | Path, model: nn.Module, **hub: Any) -> 
     if weights is None:
         raise OSError(f"{adapter} holds no weights ({' or '.join(ADAPTER_WEIGHTS)}): save or download it again")
     base = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    name, loaded = type(base).__name__, None
+    name = type(base).__name__
+    loaded = None
     with warnings.catch_warnings(), as_value_error(f"{adapter}: PEFT cannot put this adapter onto {name}"):
         warnings.simplefilter("ignore")  # PEFT gives them again when it loads the adapter
         if weights.suffix == ".bin":

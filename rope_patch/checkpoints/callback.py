@@ -37,7 +37,8 @@ def _save_with_record(model: Any, save_directory: str | Path, *args: Any, **opti
     """Call ``save_pretrained`` of a model, and write its record beside, in the process that writes the weights."""
     writes = options.get("is_main_process", True)
     if writes:
-        record, folder = verify_model(model), Path(save_directory)
+        record = verify_model(model)
+        folder = Path(save_directory)
         check_adapters_in_model(model, record)
         if not (folder / RECORD_FILE).exists():  # so that a kill leaves no adapter without a record
             folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,8 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
         return read_gguf(source)
     if not is_adapter(source):
         return inspect_model(model_without_weights(source))
-    model, record = base_without_weights(source), read_record(source)
+    model = base_without_weights(source)
+    record = read_record(source)
     if record is not None:
         reapply(model, record)
         return inspect_model(model)

@@ -59,7 +59,8 @@ def model_without_weights(
             config, trust_remote_code=options.get("trust_remote_code")
         )
     if is_gguf(source):
-        model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = "float32"
         put_table(model, read_gguf(source), Path(source))
     return model
 

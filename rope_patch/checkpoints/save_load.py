@@ -211,7 +211,8 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     config = config_json(source, **from_pretrained)
     model, loaded = _from_pretrained(source, from_pretrained)
     saved_as = (model.config.architectures or [""])[0]
-    head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
+    head = saved_as.partition("For")[2]
+    loaded_head = type(model).__name__.partition("For")[2]
     # A LlamaModel has no output weights, which a LlamaForCausalLM would get at random.
     headless = saved_as and not head and wrong_tensors_in_load(loaded)
     if headless or head not in ("", loaded_head):
@@ -337,7 +338,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     """
     from peft import PeftModel
 
-    name, holder = str(peft_options.pop("adapter_name", "default")), peft_model(model)
+    name = str(peft_options.pop("adapter_name", "default"))
+    holder = peft_model(model)
     if holder is not None and name in holder.peft_config:
         raise ValueError(
             f"the model holds an adapter {name!r} already: give another adapter_name, and put it to use with "
@@ -351,7 +353,8 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     adapter, peft_options = _in_subfolder(adapter, peft_options)
     check_source(adapter, [ADAPTER_FILE])
     hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
-    record, own = read_record(adapter, **hub), locate(model).record
+    record = read_record(adapter, **hub)
+    own = locate(model).record
     check_adapter_tables(adapter, record, own)
     if record is not None:
         verify_model(model)

@@ -20,7 +20,8 @@ def apply(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.runtime.folders import is_gguf
 
-    model, output = options.model, options.output
+    model = options.model
+    output = options.output
     method = as_method(":".join([options.method, *options.parameters]))
     how: dict[str, Any] = {"replace": options.replace, "overwrite": options.force}
     how |= options.patching.arguments()

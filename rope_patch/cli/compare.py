@@ -28,7 +28,8 @@ def compare(words: Sequence[str]) -> None:
 
     if options.report:
         require_matplotlib()
-    spec, machine = check_tasks(options.evaluation), options.machine
+    spec = check_tasks(options.evaluation)
+    machine = options.machine
     compared = list(map(as_method, options.methods))
     prepare(machine)
     finished = options.output / RESULT_CACHE

@@ -40,7 +40,8 @@ def extend(words: Sequence[str]) -> int:
 
             page.write(folder / "report.html", _page(outcome), command_line())
 
-    settings, output = options.settings, options.output
+    settings = options.settings
+    output = options.output
     check_output(settings, output, options.force)
     text = settings.evaluation.text
     if text is not None and not Path(text).exists():
@@ -97,10 +98,12 @@ def _load(settings: ExtendSettings) -> Any:
 
     if config_json(settings.model):  # before its weights are read; an adapter and a GGUF file have none
         locate(model_without_weights(settings.model, beside_adapter=True)).check_windowed()
-    model, trained = load_model(settings.model, settings.machine), trained_by_extend(settings.model)
+    model = load_model(settings.model, settings.machine)
+    trained = trained_by_extend(settings.model)
     if hasattr(model, "peft_config"):
         progress.say(f"{settings.model} is an adapter: merged into its base")
-        model, trained = model.merge_and_unload().eval(), True
+        model = model.merge_and_unload().eval()
+        trained = True
     location = locate(model)
     if location.record is None or trained is None:
         return model
@@ -120,7 +123,8 @@ def _page(outcome: Extended) -> Page:
     from rope_patch.reports import comparison as report
     from rope_patch.runtime.page import Note, Part, Section
 
-    choice, rounds = outcome.choice, outcome.comparisons
+    choice = outcome.choice
+    rounds = outcome.comparisons
     evidence: list[Part] = []
     if choice.label is not None:
         evidence.append(report.before_after(outcome.comparison, choice.label))

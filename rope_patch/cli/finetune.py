@@ -18,7 +18,7 @@ SMOKE_REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned
 
 SMOKE_OVERRIDES = (
     *("model.dtype=float32", "model.attention=sdpa", "model.revision=null", "patch.target_length=1024"),
-    *("data.source=builtin", "data.length=512", "data.allow_short=true"),
+    *("data.source=builtin", "data.column=text", "data.learn=all", "data.length=512", "data.allow_short=true"),
     *("train.steps=4", "train.batch=1", "train.precision=float32", "train.accumulate=2", "train.warmup=1"),
     *("train.save_every=2", "train.log_every=1", "train.liger=false", "evaluation.lengths=256 1024"),
     *("evaluation.samples=1", "evaluation.depths=0.1 0.9", "evaluation.windows=2"),
@@ -89,7 +89,6 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     if options.patch.method:
         # The context of the checkpoint that is replaced would leave most pairs of the bundled one as they are.
         yield "patch.method=" + re.sub(r":original_max_position_embeddings=[^:+]+", "", options.patch.method)
-    yield f"data.column={'text' if options.data.learn == 'all' else 'messages'}"
     # On a CPU, quantized weights can only be evaluated at the end (see training/trainer.py).
     if options.model.quantization == "none":
         yield "evaluation.every=2"

@@ -158,7 +158,8 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     better = cpu_type(stored, torch.cpu.get_capabilities())
     if better == stored or getattr(loaded.config, "quantization_config", None) is not None:
         return loaded
-    short, kept = str(better).removeprefix("torch."), str(stored).removeprefix("torch.")
+    short = str(better).removeprefix("torch.")
+    kept = str(stored).removeprefix("torch.")
     print(
         f"{source}: read in {short}, which this CPU computes faster than the checkpoint's {kept}, in twice the memory: "
         f"--dtype {kept} keeps it",

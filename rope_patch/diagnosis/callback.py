@@ -33,7 +33,8 @@ class RopeDoctorCallback(TrainerCallback):
     def __init__(self, action: str = "raise", *, ref_model: Any = None) -> None:
         if action not in ("raise", "warn"):
             raise ValueError(f"action must be 'raise' or 'warn', got {action!r}")
-        self.action, self.ref_model = action, ref_model
+        self.action = action
+        self.ref_model = ref_model
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         """Check the model and its reference.

@@ -37,7 +37,8 @@ def cause(
         record: the patch record; None on a model that is not patched.
         others: the tables of all layer types, with which this one may have been exchanged.
     """
-    found, scaling = measured.inv_freq, measured.attention_scaling
+    found = measured.inv_freq
+    scaling = measured.attention_scaling
     if found is None or scaling is None:
         return "the module is not the one that this config describes", RELOAD
     expected = table.inv_freq

@@ -12,7 +12,10 @@ from rope_patch.patching.verify import turns_in_context
 from rope_patch.runtime.text import printable
 from rope_patch.tables import RotaryTable
 
-HOLDS, DIFFERS, UNKNOWN, NOTE = "holds", "differs", "unknown", "note"
+HOLDS = "holds"
+DIFFERS = "differs"
+UNKNOWN = "unknown"
+NOTE = "note"
 NOT_SEEN = "Not seen by any check: under which table the weights were trained."
 """What follows the verdict that all checks hold; the record of an adapter says it of the adapter."""
 WIDTH = 120

@@ -106,7 +106,8 @@ def _of_model(
         location = locate(model)
         stated = location.model.config.to_dict() if in_memory else config_json(source)
         subject = Subject(model, location, tokenizer_length, in_memory, stated)
-        record, tables = location.record, location.tables
+        record = location.record
+        tables = location.tables
     except PatchError as error:
         fix = WRITE_AGAIN
         if in_memory:

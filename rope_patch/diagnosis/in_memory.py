@@ -164,7 +164,8 @@ def record_is_whole(subject: Subject) -> Iterator[Check]:
 
 def config_describes_table(subject: Subject) -> Iterator[Check]:
     """Check that the config, as transformers alone reads it, gives the tables that are meant."""
-    location, record = subject.location, subject.location.record
+    location = subject.location
+    record = subject.location.record
     for kind, table in location.stated_tables.items():
         if record is None:
             yield from _formula(subject, kind, table)
@@ -256,13 +257,17 @@ def module_uses_table(subject: Subject) -> Iterator[Check]:
 
 
 def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[Check]:
-    location, name = subject.location, _named("table in use", kind)
-    module, context = location.module, table.max_position_embeddings
+    location = subject.location
+    name = _named("table in use", kind)
+    module = location.module
+    context = table.max_position_embeddings
     if table.is_dynamic:
         # Far positions would change a dynamic table, so that a copy is asked, within the lengths of its first state.
-        held, first = original_tables(module)[kind].detach().float().cpu(), table.inv_freq
+        held = original_tables(module)[kind].detach().float().cpu()
+        first = table.inv_freq
         # At the length of the context itself, transformers would not go back to the first state.
-        module, context = copy.deepcopy(module), table.context - 1
+        module = copy.deepcopy(module)
+        context = table.context - 1
         # A longrope module chooses its table anew in every forward pass, so that what it holds does not matter.
         moved = table.rope_type != "longrope" and held.shape == first.shape
         if moved and not torch.allclose(held, first, rtol=1e-5, atol=frequencies.UNROTATED):
@@ -274,7 +279,8 @@ def _in_use(subject: Subject, kind: str | None, table: RotaryTable) -> Iterator[
                 "the same text gives other logits than before, and keys that were cached before have another table",
                 f"{RELOAD}, or rope_patch.apply(model, 'default', freeze_at=LENGTH) for one table at all lengths",
             )
-    device, record = device_of(location.model), TableRecord.of(table)
+    device = device_of(location.model)
+    record = TableRecord.of(table)
     measured = measure(module, location.layout, key_of(kind), record, device, context=context)
     if measured.problem is None:
         yield Check(
@@ -354,7 +360,8 @@ def settings_are_read(subject: Subject) -> Iterator[Check]:
 
 def adapters_fit(subject: Subject) -> Iterator[Check]:
     """Check that adapters in the model were trained under its tables."""
-    model, record = subject.model, subject.location.record
+    model = subject.model
+    record = subject.location.record
     if holds_adapters_twice(model):
         yield Check(
             "adapters",

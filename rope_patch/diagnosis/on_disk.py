@@ -23,7 +23,8 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     config = config_json(folder)
     text = text_part(config)
     own = model.config.get_text_config()
-    stated, used = flatten_dict(text), flatten_dict(settings_of(own).get("rope_parameters") or {})
+    stated = flatten_dict(text)
+    used = flatten_dict(settings_of(own).get("rope_parameters") or {})
     base = own.default_theta
     if base in used.values() and base not in stated.values():
         yield Check("base", NOTE, f"config.json states no rope_theta: {base:g} is the default of {type(own).__name__}")
@@ -78,7 +79,8 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 def no_leftovers(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     """Check that the folder has no files of another save, which a loader might take instead."""
     left = []
-    whole, index = folder / "model.safetensors", folder / INDEX_FILE
+    whole = folder / "model.safetensors"
+    index = folder / INDEX_FILE
     if whole.is_file() and index.is_file() and whole.name not in names_in_index(index):
         left.append(f"{whole.name} and {INDEX_FILE} are both there: loaders take one or the other")
     unpatched = getattr(model.config.get_text_config(), "rope_patch", None) is None

@@ -21,7 +21,10 @@ from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
-AGREES, DIFFERS, REFUSES, UNVERIFIED = "agrees", "differs", "refuses", "unverified"
+AGREES = "agrees"
+DIFFERS = "differs"
+REFUSES = "refuses"
+UNVERIFIED = "unverified"
 REFERENCE = "reference"
 OURS = "transformers-5"
 OTHER_KEYS = "it takes other keys of config.json, or other defaults, than transformers 5 does"
@@ -88,7 +91,8 @@ def compare_programs(source: str | Path) -> ProgramComparison:
 
 def _of_folder(source: str | Path) -> ProgramComparison:
     model = model_without_weights(source, checked=False)
-    inspection, location = inspect_model(model), locate(model)
+    inspection = inspect_model(model)
+    location = locate(model)
     stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
     rows = [_reference(OURS, table) for table in inspection.tables]
     for name in PROGRAMS:

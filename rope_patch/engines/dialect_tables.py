@@ -192,7 +192,8 @@ def build(
     if kind not in dialect.types:
         raise RefusesError(f"it does not know the rope type {kind!r}, and fails on it")
     reasons: list[str] = []
-    attention, positions = 1.0, context
+    attention = 1.0
+    positions = context
     if kind == "yarn":
         inv_freq = _yarn(parameters, float(theta), rotary_dim, context, dialect, reasons)
         attention = _yarn_factor(parameters, dialect, reasons)
@@ -202,7 +203,8 @@ def build(
                 f"its table holds factor times original_max_position_embeddings, {positions} positions, and no more"
             )
     elif kind == "longrope":
-        lists, pairs = len(parameters["long_factor"]), rotary_dim // 2
+        lists = len(parameters["long_factor"])
+        pairs = rotary_dim // 2
         if lists != pairs:
             raise RefusesError(f"it rotates {pairs} pairs, and fails on the {lists} factors of longrope")
         inv_freq = longrope_table(float(theta), parameters["long_factor"])

@@ -76,7 +76,8 @@ def export_gguf(
     """
     config: Any = locate(model).config
     graph = graph_of(config.model_type)
-    table, record = one_table(model, graph), locate(model).record
+    table = one_table(model, graph)
+    record = locate(model).record
     # A table that the graph cannot compute raises here, before the converter runs.
     scaling_keys(table, graph)
     _warn_of_window(config, graph, table)
@@ -120,7 +121,8 @@ def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
     # A table under None is the one of all layers.
     if set(tables) == {None}:
         return tables[None]
-    full, others = tables.get("full_attention"), [s for kind, s in tables.items() if kind != "full_attention"]
+    full = tables.get("full_attention")
+    others = [s for kind, s in tables.items() if kind != "full_attention"]
     if full is None or graph.architecture not in LAYERED:
         raise ValueError(f"{type(model).__name__} has a table per layer type, and a GGUF of it holds one")
     for other in others:

@@ -156,7 +156,8 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
     Raises:
         ValueError: the program is unknown, or its options cannot express a table, with the reason.
     """
-    source, stated = checkpoint.source, checkpoint.stated
+    source = checkpoint.source
+    stated = checkpoint.stated
     if program not in WRITERS:
         raise ValueError(f"no options are known for {program!r}, only for {', '.join(WRITERS)}")
     if is_gguf(source) and program != "llama.cpp":
@@ -173,7 +174,8 @@ def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
 
 
 def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
-    stated, settings = checkpoint.stated, checkpoint.settings()
+    stated = checkpoint.stated
+    settings = checkpoint.settings()
     parameters = settings["rope_parameters"]
     if checkpoint.multimodal:  # what it finds in text_config is merged into the old dictionaries
         merged = {**stated.complete["rope_parameters"]}
@@ -193,7 +195,8 @@ def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
-    stated, settings = checkpoint.stated, checkpoint.settings()
+    stated = checkpoint.stated
+    settings = checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
         parameters = stated.complete["rope_parameters"] | parameters

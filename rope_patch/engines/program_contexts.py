@@ -60,7 +60,8 @@ def as_stated(config: Mapping[str, Any]) -> Derived:
 
 def _length_at(key: str, config: Mapping[str, Any]) -> Derived:
     """Return the context at a key, and a sentence if it is not that of ``max_position_embeddings``."""
-    length, maximum = config[key], config["max_position_embeddings"]
+    length = config[key]
+    maximum = config["max_position_embeddings"]
     if length == maximum:
         return length, ()
     return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",)
@@ -111,7 +112,8 @@ def sglang(config: Mapping[str, Any]) -> Derived:
     parameters = config["rope_parameters"]
     others = other_contexts(config)
     length, why = _length_at(next((key for key in _SGLANG_KEYS if key in others), "max_position_embeddings"), config)
-    factor, kind = parameters.get("factor") or 1.0, kind_of(parameters)
+    factor = parameters.get("factor") or 1.0
+    kind = kind_of(parameters)
     if factor == 1.0 or kind == "llama3" or "original_max_position_embeddings" in parameters:
         return length, why
     return int(factor * length), (*why, f"{_MULTIPLIED} {kind}")

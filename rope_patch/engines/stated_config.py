@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from rope_patch.patching.older_keys import text_part
 from rope_patch.tables import RotaryTable
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 ALL_SLIDE = ("mistral", "phi3")
 """Families whose configs have no layer types: a window is that of every layer."""
 

@@ -128,8 +128,10 @@ def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
 
 
 def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    parameters, head_dim = stated.parameters(kind), stated.head_dim(kind)
-    older, newer = parameters.get("type"), parameters.get("rope_type")
+    parameters = stated.parameters(kind)
+    head_dim = stated.head_dim(kind)
+    older = parameters.get("type")
+    newer = parameters.get("rope_type")
     if older is not None and older != newer and (older, newer) not in (("su", "longrope"), ("mrope", "default")):
         raise RefusesError(f"it fails where rope_type and its older name type disagree: {newer!r} and {older!r}")
     share = parameters.get(SHARE, 1.0)
@@ -192,7 +194,8 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
 
 
 def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    raw, family = stated.raw, stated.model_type
+    raw = stated.raw
+    family = stated.model_type
     scaling = _older_scaling(raw, family)
     theta, share, reasons = _at_the_top(raw, family, kind, *_OLDER[family])
     dims = int(stated.head_dim(kind) * share)

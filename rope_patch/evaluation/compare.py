@@ -160,7 +160,8 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the scores of each method, and how each differs from the unpatched model, or from the first one."""
-        lines, columns = [f"{self.model}, trained at {self.trained_length} tokens"], self.columns()
+        lines = [f"{self.model}, trained at {self.trained_length} tokens"]
+        columns = self.columns()
         for i, row in enumerate(self.rows):
             scores = [f"{column.heading} {value_text(METRICS[column.metric], column.values[i])}" for column in columns]
             lines.append(f"  {row.label}: {', '.join(scores)}")

@@ -91,7 +91,8 @@ def paired_shares(
 def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     """Return Wilson's interval; the number of questions need not be an integer."""
     z = float(stats.norm.ppf((1 + confidence) / 2))
-    middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    middle = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 

@@ -122,7 +122,8 @@ class Metric(ABC):
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
     ) -> PairedDifference:
         """Return how one result differs from another: by default Student's interval over pairs of values."""
-        a, b = self.values(ours, span), self.values(theirs, span)
+        a = self.values(ours, span)
+        b = self.values(theirs, span)
         return PairedDifference(fmean(a) - fmean(b), *paired_means(a, b, confidence))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
@@ -147,9 +148,12 @@ class Metric(ABC):
 class Perplexity(Metric, name="perplexity"):
     """Perplexity of text by position. Its differences are those of the loss."""
 
-    unit, lower_is_better = "nats/token", True
+    unit = "nats/token"
+    lower_is_better = True
     of_text = is_perplexity = True
-    title, heading, difference_name = "Perplexity", "ppl", "nll"
+    title = "Perplexity"
+    heading = "ppl"
+    difference_name = "nll"
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return the mean loss of each window [nats/token]."""
@@ -174,8 +178,10 @@ class Perplexity(Metric, name="perplexity"):
 class Retrieval(Metric, name="retrieval"):
     """Share of the prompts that are answered by an exact match."""
 
-    unit, lower_is_better = "share of prompts", False
-    title, heading = "Retrieval", ""  # the name of the task follows
+    unit = "share of prompts"
+    lower_is_better = False
+    title = "Retrieval"
+    heading = ""  # the name of the task follows
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return 1 for each prompt that is answered and 0 for each other one."""
@@ -185,7 +191,8 @@ class Retrieval(Metric, name="retrieval"):
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
     ) -> PairedDifference:
         """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
-        a, b = self.values(ours, span), self.values(theirs, span)
+        a = self.values(ours, span)
+        b = self.values(theirs, span)
         haystacks = [_answers_of(result, span).haystacks(span.stop) for result in (ours, theirs)]
         pairs = zip(*haystacks, strict=True)
         changes = [[x.correct - y.correct for x, y in zip(mine, others, strict=True)] for mine, others in pairs]
@@ -211,7 +218,9 @@ class AnswerLogprob(Metric, name="logprob"):
     so that it does not prove retrieval.
     """
 
-    unit, lower_is_better, supporting = "nats", False, True
+    unit = "nats"
+    lower_is_better = False
+    supporting = True
     title = "Log-probability of the right answer"
 
     def values(self, result: EvalResult, span: Span) -> list[float]:

@@ -126,17 +126,20 @@ class NeedleSuite(Suite):
         middle = min(order[1:3], key=lambda i: abs(2 * i - count + 1), default=0)
         order.sort(key=lambda i: i != middle)
         chosen = sorted(order[:windows])
-        part.windows, part.laden = [self.windows[i] for i in chosen], [self.laden[i] for i in chosen]
+        part.windows = [self.windows[i] for i in chosen]
+        part.laden = [self.laden[i] for i in chosen]
         return part
 
     def _laden(self, number: int, window: TokenDocument) -> NeedleWindow:
         """Return a window with its needle and question, drawn by the seed and the window's name."""
-        spec, tokenizer = self.spec, self.tokenizer
+        spec = self.spec
+        tokenizer = self.tokenizer
         asked = _question(self.task, Draw(tokenizer, random.Random(f"{spec.seed}/{window.name}")))
         needle = self.maker.encode(asked.hidden[0][1])
         text = asked.text + asked.answer_prefix
         question = self.maker.divide(text, self.maker.encode(text + asked.target), asked)
-        first, tokens = len(window.prefix), window.ids.tolist()
+        first = len(window.prefix)
+        tokens = window.ids.tolist()
         room = NEEDLE_DEPTH * (spec.lengths[0] - len(question.ids) - len(needle) - first)
         if room < SEARCHED_TOKENS:
             raise ValueError(f"{spec.lengths[0]} tokens are too few for {self.task}: give longer lengths")
@@ -168,7 +171,8 @@ class NeedleSuite(Suite):
             ValueError: logits are not finite, or the model does not know some token ids.
             TypeError: the argument is not a model, for example the name of one.
         """
-        spec, reader = self.spec, Reader(model)
+        spec = self.spec
+        reader = Reader(model)
         chunk = reader.chunk(spec.longest, spec.chunk)
         settings = {"lengths": spec.lengths, "room": self.room, "edges": self.edges, "chunk": chunk}
 
@@ -199,8 +203,11 @@ class NeedleSuite(Suite):
 
     def _read(self, reader: Reader, item: NeedleWindow, chunk: int) -> dict[str, Any]:
         """Read a window, and ask at every length."""
-        ids, past = item.window.source.ids, reader.new_cache(self.spec.longest)
-        parts, answers, read = [], [], 0
+        ids = item.window.source.ids
+        past = reader.new_cache(self.spec.longest)
+        parts = []
+        answers = []
+        read = 0
         scored = item.is_text[: self.spec.longest - self.room].clone()
         for length in self.spec.lengths:
             stop = length - self.room
@@ -214,7 +221,9 @@ class NeedleSuite(Suite):
 
     def _retrieval(self, answers: Sequence[Sequence[Answer]], stops: Sequence[int]) -> dict[str, RetrievalResult]:
         """Return the answers of each window, one for each length, graded."""
-        spec, task, cells = self.spec, TASKS[self.task], []
+        spec = self.spec
+        task = TASKS[self.task]
+        cells = []
         for length, asked in zip(spec.lengths, zip(*answers, strict=True), strict=True):
             samples = []
             for item, answer in zip(self.laden, asked, strict=True):

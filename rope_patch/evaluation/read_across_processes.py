@@ -67,7 +67,8 @@ def read_batches(
         work = FinishedWork({}, "")
         if divided:  # names are compared between the processes
             work = FinishedWork({}, "", model_hash(model))
-    cache, identity = work.values, work.identity
+    cache = work.values
+    identity = work.identity
     # To a file each process writes what it has read itself; what others have read is only kept.
     in_memory = cache.data if isinstance(cache, ResultCache) else cache
     mine: dict[str, Any] = {}

@@ -76,7 +76,8 @@ def tokens_per_second(model: nn.Module, length: int, *, rows: int = 1, chunk: in
     """
     reader = Reader(model)
     if reader.dynamic:  # such a model reads whole rows, one at a time
-        rows, chunk = 1, None
+        rows = 1
+        chunk = None
 
     def seconds(count: int, size: int) -> float:
         ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
@@ -87,7 +88,8 @@ def tokens_per_second(model: nn.Module, length: int, *, rows: int = 1, chunk: in
 
     with in_eval_mode(model):
         seconds(1, min(length, 16))  # the first call of a process is slower
-        size, spent = min(length, SHORTEST_ROW), 0.0
+        size = min(length, SHORTEST_ROW)
+        spent = 0.0
         while True:
             elapsed = seconds(1, size)
             spent += elapsed

@@ -143,7 +143,9 @@ class MethodEvaluator:
     """
 
     def __init__(self, comparison: Comparison, tolerance: float, *, conditions: bool = True) -> None:
-        self.comparison, self.tolerance, self.conditions = comparison, tolerance, conditions
+        self.comparison = comparison
+        self.tolerance = tolerance
+        self.conditions = conditions
         (self.task,) = comparison.spec.tasks
         self.target = comparison.spec.longest
         self.within = max(n for n in comparison.spec.lengths if n <= comparison.trained_length)
@@ -176,7 +178,8 @@ class MethodEvaluator:
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
         change = self.comparison.difference(row.label, UNPATCHED, "perplexity", Span(self.within, 0))
-        answers, before = self.answers(row, self.target), self.answers(self.unpatched, self.within)
+        answers = self.answers(row, self.target)
+        before = self.answers(self.unpatched, self.within)
         perplexity = self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
@@ -369,9 +372,11 @@ class MethodEvaluator:
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
-        span, least = Span(self.target, task=self.task), LEAST_NATS
+        span = Span(self.target, task=self.task)
+        least = LEAST_NATS
         if metric == "perplexity":
-            span, least = Span(self.target, self.half(self.target)), 0.0
+            span = Span(self.target, self.half(self.target))
+            least = 0.0
         change = self.comparison.difference(method, other, metric, span)
         # The interval of a single window is not known: its ends are NaN, which differ from nothing.
         if not (change.low > least or change.high < -least):

@@ -124,7 +124,10 @@ class Run:
         output: Path,
         tokens: int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.options = options
+        self.output = output
         self.tokens_in_budget = tokens
         self.work = output.with_name(f"{output.name}.work")
         location = locate(model)
@@ -183,7 +186,8 @@ class Run:
 
     def _suite(self, task: str) -> NeedleSuite:
         """Return the largest suite, of which each round takes a part."""
-        length, lengths = self.options.length, [self.trained_length]
+        length = self.options.length
+        lengths = [self.trained_length]
         # The trained length, doubled until well before the target: reports show where a method begins to fail.
         while 2 * lengths[-1] <= 0.75 * length:
             lengths.append(2 * lengths[-1])
@@ -231,7 +235,8 @@ class Run:
 
     def plan(self) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training that the budget has time for."""
-        tokens, options = self.tokens_in_budget, self.options
+        tokens = self.tokens_in_budget
+        options = self.options
         if tokens is None and options.budget is not None:
             tokens = int(FILLED_SHARE * options.budget * self.speed)
         # No larger than the suite; a round that would only repeat the one before is left out.
@@ -327,7 +332,9 @@ class Run:
 
     def measure(self, rounds: Sequence[Round]) -> list[Comparison]:
         """Measure the rounds in their order, and return their comparisons."""
-        remaining, comparisons, started = list(self.methods), list[Comparison](), time.monotonic()
+        remaining = list(self.methods)
+        comparisons = list[Comparison]()
+        started = time.monotonic()
         for number, one in enumerate(rounds, 1):
             # The first process decides for all, since they have to measure the same rounds.
             late: bool = from_first_process(partial(self._has_no_time_for, rounds[:number], started))

@@ -46,7 +46,8 @@ def rounds_of(candidates: int, windows: int) -> tuple[Round, ...]:
 
 def windows_read(rounds: tuple[Round, ...]) -> int:
     """Return how many windows all rounds read, of which each measures only what the rounds before did not."""
-    total, before = 0, 0
+    total = 0
+    before = 0
     for one in rounds:
         # One more than the candidates: the unpatched model. What earlier rounds measured is in the result cache.
         total += (one.candidates + 1) * (one.windows - before)

@@ -82,11 +82,13 @@ def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_lengt
         return max(ROWS_PER_STEP, int(tokens / (STEP_COST * length)))
 
     # Skipped positions stand in for whole rows where these do not fit, or are too few: more short ones teach more.
-    positions, row = "full", options.length
+    positions = "full"
+    row = options.length
     if row > LONGEST_ROW:
         few = tokens is not None and rows(row) < DEFAULT_ROWS
         if few or not _fits(model, row):
-            positions, row = "pose", min(trained_length, LONGEST_ROW)
+            positions = "pose"
+            row = min(trained_length, LONGEST_ROW)
     return Training(positions, row, math.ceil(rows(row) / ROWS_PER_STEP))
 
 
@@ -122,7 +124,8 @@ def train_adapter(
     """
     from rope_patch.training.finetune import finetune
 
-    source, dtype = work / MODEL_COPY, str(model.dtype).removeprefix("torch.")
+    source = work / MODEL_COPY
+    dtype = str(model.dtype).removeprefix("torch.")
 
     def save() -> None:
         with folder_in_one_move(source) as folder:

@@ -59,7 +59,8 @@ def patch_gguf(
             whole GGUF file.
         OSError: there is no such file, ``out`` cannot be written, or the disk is full; ``out`` is then as it was.
     """
-    chosen, request = as_method(method), PatchRequest(**options)
+    chosen = as_method(method)
+    request = PatchRequest(**options)
     target_length = request.target_length
     if request != PatchRequest(target_length=target_length):
         raise ValueError(
@@ -113,12 +114,14 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     """
     opened = open_gguf(source)
     inspection = table_in(opened)
-    record, table = inspection.record, inspection.tables[0]
+    record = inspection.record
+    table = inspection.tables[0]
     if record is None:
         reason = inspection.warnings[0] if inspection.warnings else "it is not patched, or the patch was lost"
         raise PatchError(f"{source} carries no patch record: {reason}")
     problems = list(inspection.warnings)
-    recorded, base = recorded_table(record.tables), base_in(record, table)
+    recorded = recorded_table(record.tables)
+    base = base_in(record, table)
     # The settings in the record do not describe a base that was frozen or edited by hand, so no method starts there.
     if record.freeze_at is None and not record.edited:
         recomputed = TableRecord.of(record.to_method()(base))

@@ -49,7 +49,9 @@ it is finite in float32, the type of the tensor."""
 WIDEST = 65536
 """Greatest number of features of a head; a file that states more is damaged."""
 RECORD_KEY = "rope_patch.patching.record"
-FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FREQS = "rope_freqs.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 FACTOR_TENSORS = (FREQS, LONG, SHORT)
 
 
@@ -317,10 +319,12 @@ def table_in(opened: GGUFFile) -> Inspection:
     if stated and stretch > 1:
         stated |= {"rope_theta": theta, "factor": stretch}
         table = replace(table, rope_type=stated["rope_type"], rope_parameters=stated)
-    name, others = f"{architecture} in {path.name}, {opened.weights} weights", []
+    name = f"{architecture} in {path.name}, {opened.weights} weights"
+    others = []
     if architecture in LAYERED and (window := int(number("attention.sliding_window", 0))):
         name += f", sliding window {window}"
-        base, width = number("rope.freq_base_swa", 1e4), int(number("rope.dimension_count_swa", 2 * pairs))
+        base = number("rope.freq_base_swa", 1e4)
+        width = int(number("rope.dimension_count_swa", 2 * pairs))
         plain = table.becomes(
             frequencies.geometric(base, width),
             rope_parameters={"rope_type": "default", "rope_theta": base},
@@ -406,7 +410,8 @@ def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
     Raises:
         PatchError: the record does not describe the table before the patch.
     """
-    base, settings = recorded_table(record.base_tables), record.base_config["rope_parameters"]
+    base = recorded_table(record.base_tables)
+    settings = record.base_config["rope_parameters"]
     settings = settings.get("full_attention", settings)
     if not isinstance(settings.get("rope_theta"), int | float):
         raise PatchError(f"the record of {record.to_method()} does not describe the table before the patch")

@@ -96,7 +96,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 for i, (row, (_, context, continuation)) in enumerate(asked):
                     # The state at position p scores the token at p + 1.
                     scored = context - 1
-                    low, high = max(start, scored), min(start + hidden.shape[1], scored + len(continuation))
+                    low = max(start, scored)
+                    high = min(start + hidden.shape[1], scored + len(continuation))
                     if low < high:
                         at = slice(low - scored, high - scored)
                         nll[i][at], best[i][at] = reader.score(

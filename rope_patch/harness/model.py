@@ -82,7 +82,8 @@ class RopePatchLM(AnsweringLM):
         replace: whether to replace the patch that a folder carries.
         chunk: the number of tokens per forward pass; whole prompts by default [tokens].
         kv_cache: the cache formats by which keys and values are read as if they were quantized, exactly as decoding
-            would read them: ``kivi-2``, or the text of :mod:`rope_patch.kv_cache.schemes`.
+            would read them: ``kivi-2``, or the text of :mod:`rope_patch.kv_cache.schemes`. Prompts of
+            ``generate_until`` are then read one at a time.
         **kwargs: further arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
 
     Raises:
@@ -158,13 +159,15 @@ class RopePatchLM(AnsweringLM):
         super().__init__(pretrained, **arguments)
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > 1:
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+            self._rank = accelerator.process_index
+            self._world_size = accelerator.num_processes
 
     # --- loading: what HFLM would pass on, take or report in its own way
 
     def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
         if auto_class(config.model_type) is AutoModelForImageTextToText:
-            self.AUTO_MODEL_CLASS, backend = AutoModelForImageTextToText, "causal"
+            self.AUTO_MODEL_CLASS = AutoModelForImageTextToText
+            backend = "causal"
         super()._get_backend(config, backend=backend, trust_remote_code=trust_remote_code)
         if self.backend != "causal":
             raise ValueError(

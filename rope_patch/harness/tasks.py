@@ -81,7 +81,8 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Any:
         """Return the scores of a document; none under ``--predict_only``, which takes our metrics away."""
-        scores, metrics = super().process_results(doc, results), self.aggregation()
+        scores = super().process_results(doc, results)
+        metrics = self.aggregation()
         return {metric: score for metric, score in scores.items() if metric in metrics}
 
     def build_all_requests(self, **kwargs: Any) -> None:
@@ -258,5 +259,6 @@ def recall(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 def perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
     """Return the log-likelihood with its weight, in tokens and in bytes."""
-    score, length = results[0][0], doc["length"]
+    score = results[0][0]
+    length = doc["length"]
     return {str(length): (score, doc["tokens"]), f"bits_per_byte_{length}": (score, doc["bytes"])}

@@ -105,11 +105,13 @@ def attend(
     for low in range(0, size, step):
         high = min(low + step, size)
         # Keys that a window hides from the whole block, and those after it, are not even multiplied.
-        left, right = max(0, before + low - window + 1), before + high
+        left = max(0, before + low - window + 1)
+        right = before + high
         # The queries that share a key head follow each other, so that keys need not be repeated for them.
         queries = query[:, :, low:high].reshape(rows, groups, -1, width)
         at = slice(left, right)
-        by_head, by_group = (rows, heads, high - low, -1), (rows, groups, -1, right - left)
+        by_head = (rows, heads, high - low, -1)
+        by_group = (rows, groups, -1, right - left)
         visible_tokens = places[before + low : before + high, None] + 1
         # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
         frozen = _frozen(store, "keys", visible_tokens, places[at])

@@ -75,7 +75,8 @@ class Format(ABC):
 class FullPrecision(Format, name="none"):
     """Full precision: numbers stay as they are."""
 
-    bits, scales = FULL_BITS, 0
+    bits = FULL_BITS
+    scales = 0
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Return the numbers unchanged."""
@@ -89,7 +90,8 @@ class Integer(Format, name="int{}", widths=(8, 4, 3, 2)):
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest step."""
-        low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+        low = x.amin(dim, keepdim=True)
+        high = x.amax(dim, keepdim=True)
         most = 2**self.bits - 1
         scale = (high - low) / most
         steps: Tensor = ((x - low) / nonzero(scale)).round_().clamp_(0, most)
@@ -111,11 +113,13 @@ class GGML(Format, name="q{}_0", widths=(8, 5, 4)):
     heads whose size is no multiple of 32, whose last block is short here; its AVX kernels round ties of q8_0 to even.
     """
 
-    group, rotated = 32, 64
+    group = 32
+    rotated = 64
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to steps: 8 bits count the largest number as 127, fewer bits count it as the lowest step."""
-        work, middle = x.float(), 2 ** (self.bits - 1)
+        work = x.float()
+        middle = 2 ** (self.bits - 1)
         largest = work.gather(dim, work.abs().argmax(dim, keepdim=True))
         scale = largest.abs() / 127 if self.bits == 8 else largest / -middle
         steps = work * (1 / nonzero(scale))
@@ -150,8 +154,10 @@ class TurboQuantValues(Integer, name="uniform{}", widths=(4, 3)):
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest step."""
-        work, most = x.float(), 2**self.bits - 1
-        low, high = work.amin(dim, keepdim=True), work.amax(dim, keepdim=True)
+        work = x.float()
+        most = 2**self.bits - 1
+        low = work.amin(dim, keepdim=True)
+        high = work.amax(dim, keepdim=True)
         scale = ((high - low) / most).clamp_min(1e-8)
         steps = ((work - low) / scale + 0.5).trunc().clamp(0, most)
         return (steps * scale.half() + low.half()).to(x.dtype)
@@ -168,7 +174,8 @@ def lloyd_max(bits: int, features: int) -> tuple[float, ...]:
         bits: number of bits that choose a level.
         features: number of features of the vector.
     """
-    end, count = 3.5 * features**-0.5, 2**bits
+    end = 3.5 * features**-0.5
+    count = 2**bits
     levels: Tensor = end * ((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
     for _ in range(200):
         edges = torch.cat([levels.new_tensor([-3 * end]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([3 * end])])
@@ -187,7 +194,8 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 class FP8(Format, name="fp8"):
     """Float8 e4m3 with a scale of 1, as vLLM stores it unless a scale was calibrated: 448 is the largest."""
 
-    bits, scales = 8, 0
+    bits = 8
+    scales = 0
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Cast to float8 and back, with numbers beyond the largest clipped to it."""
@@ -216,7 +224,9 @@ class MXFP4(Format, name="mxfp4"):
         ties_to_even: whether a number in the middle of two goes to that with an even mantissa; otherwise to the larger.
     """
 
-    bits, scales, group = 4, 0.5, 32  # a scale has 8 bits
+    bits = 4
+    scales = 0.5
+    group = 32  # a scale has 8 bits
     ties_to_even = True
 
     def scale(self, largest: Tensor) -> Tensor:
@@ -241,7 +251,8 @@ class MXFP4(Format, name="mxfp4"):
 class FP4MX16(MXFP4, name="fp4-mx16"):
     """As mxfp4 with blocks of 16, and ties away from zero: ``FP4MXBlock16KVQuantizeUtil`` of SGLang."""
 
-    group, ties_to_even = 16, False
+    group = 16
+    ties_to_even = False
 
 
 class NVFP4(MXFP4, name="nvfp4"):
@@ -267,12 +278,14 @@ class KVarN(Format, name="kvarn{}", widths=(4, 2)):
     the axis that the integers share together with theirs.
     """
 
-    scales, tokens = 2, 128
+    scales = 2
+    tokens = 128
     iterations = 8
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Round to the nearest step; ``dim`` is -2 if the tokens of a feature share steps, and -1 for the reverse."""
-        tile, axes = x.float(), (-3 - dim, dim)
+        tile = x.float()
+        axes = (-3 - dim, dim)
         logs = best = [tile.new_zeros(()), tile.new_zeros(())]
         least = _imbalance(tile, axes)
         for _ in range(self.iterations):
@@ -283,8 +296,10 @@ class KVarN(Format, name="kvarn{}", widths=(4, 2)):
             best = [torch.where(imbalance <= least, new, old) for new, old in zip(logs, best, strict=True)]
             least = least.minimum(imbalance)
         across, along = (log.exp() for log in best)
-        balanced, most = _balanced(tile, best), 2**self.bits - 1
-        low, high = balanced.amin(dim, keepdim=True), balanced.amax(dim, keepdim=True)
+        balanced = _balanced(tile, best)
+        most = 2**self.bits - 1
+        low = balanced.amin(dim, keepdim=True)
+        high = balanced.amax(dim, keepdim=True)
         scale = ((high - low) / most).clamp_min(1e-10)
         steps = ((balanced - low) / scale).round().clamp(0, most)
         return ((steps * (along * scale).half() + (along * low).half()) * across.half()).to(x.dtype)

@@ -75,8 +75,11 @@ class QuantizedLayer(DynamicLayer):
         turn = self.run.turn(self.plan, len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.raw_keys, self.raw_values, self.turn = key_states, value_states, turn
-            self.keys, self.values = key_states, value_states
+            self.raw_keys = key_states
+            self.raw_values = value_states
+            self.turn = turn
+            self.keys = key_states
+            self.values = value_states
         else:
             self.raw_keys = torch.cat((self.raw_keys, key_states), dim=-2)
             self.raw_values = torch.cat((self.raw_values, value_states), dim=-2)
@@ -106,9 +109,11 @@ class QuantizedLayer(DynamicLayer):
         """Quantize the blocks of keys or values from number ``done`` up to number ``ready``."""
         size = self.plan.sides[name].block
         base = self.plan.scheme.sinks
-        low, high = base + done * size, base + ready * size
+        low = base + done * size
+        high = base + ready * size
         raw = getattr(self, f"raw_{name}")[:, :, low:high]
-        count, heads = raw.shape[0], raw.shape[1]
+        count = raw.shape[0]
+        heads = raw.shape[1]
         blocks = raw.reshape(count, heads, -1, size, raw.shape[-1])
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
         turn = None

@@ -139,7 +139,8 @@ class LayerPlan:
         if back:
             # The square of the attention scaling, as the rounded cos and sin have it: rotating again undoes this.
             size = cos.square() + sin.square()
-            cos, sin = cos / size, -sin / size
+            cos = cos / size
+            sin = -sin / size
         return rotate(x, cos, sin, self.layer.interleaved)
 
 

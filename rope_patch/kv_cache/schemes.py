@@ -189,7 +189,8 @@ class Preset:
     compared: str
 
 
-_GGML, _VLLM = "gguf.quants, the quantizers of ggml in Python", "vLLM 0.33's Triton kernels, interpreted"
+_GGML = "gguf.quants, the quantizers of ggml in Python"
+_VLLM = "vLLM 0.33's Triton kernels, interpreted"
 _E4M3 = "torch.float8_e4m3fn, and the definition of e4m3"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -348,7 +349,8 @@ def effective_bits(side: Side, head_dim: int) -> float:
         side: how keys, or values, are quantized.
         head_dim: number of features of a head.
     """
-    form, share = FORMATS[side.format], float(head_dim)
+    form = FORMATS[side.format]
+    share = float(head_dim)
     if side.axis == "channel":
         share = side.group
     elif side.features:

@@ -57,7 +57,8 @@ def attention_errors(
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.turns.items()}
-        plan, stores = plans[index], []
+        plan = plans[index]
+        stores = []
         for changed in (plan, *(change(plan) for change in changes)):
             store = QuantizedLayer(changed, SchemeRun(plans, turns))
             store.update(key.cpu(), value.cpu())
@@ -79,7 +80,8 @@ def _errors(stores: Sequence[QuantizedLayer], query: Tensor, scaling: float) -> 
         query: (heads, tokens, head_dim) queries of the layer.
         scaling: factor on q·k.
     """
-    plan, (heads, total, _) = stores[0].plan, query.shape
+    plan = stores[0].plan
+    (heads, total, _) = query.shape
     source = plan.layer
     # Every query is another token, since there are at least as many tokens as queries.
     places = torch.linspace(total // 2, total - 1, min(ERROR_QUERIES, total - total // 2)).long()

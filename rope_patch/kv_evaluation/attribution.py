@@ -171,15 +171,18 @@ def remedies(
     found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
     if not of_keys:
         return found
-    key, value = scheme.key, scheme.value
+    key = scheme.key
+    value = scheme.value
     name = "the mean key subtracted before rounding"
     offsets = {one.index: one.key.mean for one in setting.capture.layers}
     if setting.biases:
-        name, offsets = "biases subtracted before rounding", key_offsets(setting.layers)
+        name = "biases subtracted before rounding"
+        offsets = key_offsets(setting.layers)
     found.append((Remedy(name), lambda plan: replace(plan, offset=offsets.get(plan.layer.index))))
     if key.axis == "token":
         bits = min((8, 4, 3, 2), key=lambda bits: abs(bits - FORMATS[key.format].bits))
-        side, offered = Side(f"int{bits}", "channel", 32, key.pre, rope=key.rope), ""
+        side = Side(f"int{bits}", "channel", 32, key.pre, rope=key.rope)
+        offered = ""
         if bits in (2, 4):
             offered = "KIVI’s code; transformers: QuantizedCache, quanto, axis_key=-1"
         found.append((Remedy(f"a scale per channel of keys ({side})", offered), with_sides(side, value)))

@@ -34,7 +34,8 @@ class StoredStates:
 
     def size(self, length: int) -> float:
         """Return the size of the states of a text [bits]; sinks, residual and unfinished blocks are not quantized."""
-        scheme, stored = self.plan.scheme, min(length, self.plan.layer.window or length)
+        scheme = self.plan.scheme
+        stored = min(length, self.plan.layer.window or length)
         end = self.plan.frozen(self.name, length + bool(scheme.flush))  # with `flush` as the next query reads the cache
         rounded = max(0, end - max(scheme.sinks, length - stored))
         return self.features * (self.bits * rounded + FULL_BITS * (stored - rounded))
@@ -48,11 +49,13 @@ def stored_states(layers: Sequence[AttentionLayer], capture: Capture, scheme: Sc
         capture: the statistics of its keys and values, which say how large they are.
         scheme: the scheme.
     """
-    plans, stored = plan_layers(layers, scheme), []
+    plans = plan_layers(layers, scheme)
+    stored = []
     for layer in capture.layers:
         if layer.keys_of == layer.index and layer.index in plans:
             for name, states in (("keys", layer.key), ("values", layer.value)):
-                plan, (heads, width) = plans[layer.index], states.mean.shape
+                plan = plans[layer.index]
+                (heads, width) = states.mean.shape
                 stored.append(StoredStates(plan, name, heads * width, plan.bits(name, width)))
     return stored
 

@@ -132,7 +132,8 @@ def _written(setting: Setting, scheme: Scheme, ids: Tensor, steps: int, full: Wr
         steps: number of tokens.
         full: what full precision wrote. Each prompt then has two rows: one reads these tokens, one goes on by itself.
     """
-    tokens, states = [], []
+    tokens = []
+    states = []
     with quantized(setting.model, scheme, exact=False, layers=setting.layers) as factory:
         cache: Any = factory()
         known = [] if full is None else [layer for layer in full[2].layers if isinstance(layer, QuantizedLayer)]
@@ -172,6 +173,7 @@ def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:
     parts = []
     for states in zip(torch.split(plain, LOGITS_AT_ONCE), torch.split(rough, LOGITS_AT_ONCE), strict=True):
         p, q = (reader.logits(part).log_softmax(-1) for part in states)
-        kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        same = p.argmax(-1) == q.argmax(-1)
         parts.append(torch.stack([kl, same.to(kl.dtype)]).cpu().double())
     return torch.cat(parts, 1)

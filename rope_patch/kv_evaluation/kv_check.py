@@ -132,7 +132,8 @@ def kv_check(
         progress.say(sentence)
     compared = torch.stack([window.ids for window in suite.windows[:COMPARED_WINDOWS]])
     work = open_work(model, resume)
-    rows, captures = [], {}
+    rows = []
+    captures = {}
     for label, in_place in places.items():
         with in_place() as tables:
             with progress.stage(f"{label}, statistics of keys"):

@@ -105,7 +105,8 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
         row: the row of the format.
     """
     scheme = Scheme.parse(row.format_text)
-    tokens, ids = setting.compared.numel(), tensor_hash(setting.compared)
+    tokens = setting.compared.numel()
+    ids = tensor_hash(setting.compared)
 
     def kl(change: Change) -> float:
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
@@ -118,7 +119,8 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
         return list(costs.values())
 
     assert row.divergence is not None
-    whole, owners = row.divergence.kl, [layer.index for layer in setting.layers if layer.keys_of == layer.index]
+    whole = row.divergence.kl
+    owners = [layer.index for layer in setting.layers if layer.keys_of == layer.index]
     parts = {"keys": with_sides(scheme.key, Side())}
     for layer in owners:
         parts[f"layer {layer}"] = with_sides(Side(), Side(), {*owners} - {layer})
@@ -185,7 +187,8 @@ def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[
     """
 
     def measure() -> dict[str, Any]:
-        measured, divergences = _compared(setting, cache), {}
+        measured = _compared(setting, cache)
+        divergences = {}
         for length in setting.lengths:
             below = measured[..., :length].flatten(1)
             kl, top1 = below.mean(1).tolist()

@@ -136,7 +136,8 @@ class KVCheck:
     def _decoded(self, row: CheckRow) -> str:
         """Return a sentence on what a format changes while decoding."""
         assert row.decoding is not None and row.divergence is not None
-        steps, prompts = len(row.decoding.own[0]), len(row.decoding.own)
+        steps = len(row.decoding.own[0])
+        prompts = len(row.decoding.own)
         forced, own = (number_text(kl, 4) for kl in row.decoding.kl)
         growth = row.decoding.growth()
         change, low, high = (number_text(value, 4, sign=True) for value in growth)
@@ -188,7 +189,8 @@ class KVCheck:
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
         if row.decoding:
-            kl, growth = row.decoding.kl, row.decoding.growth()
+            kl = row.decoding.kl
+            growth = row.decoding.growth()
             document["decoding"] = asdict(row.decoding) | {"kl": kl, "growth": growth}
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         return document

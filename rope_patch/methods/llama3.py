@@ -26,7 +26,8 @@ def llama3_table(
     Wavelengths above ``context / low_freq_factor`` are stretched by ``factor``, those below
     ``context / high_freq_factor`` kept, those between interpolated. *Source*: transformers' ``llama3`` rope type.
     """
-    slow_from, fast_to = context / low_freq_factor, context / high_freq_factor
+    slow_from = context / low_freq_factor
+    fast_to = context / high_freq_factor
     length = 2 * math.pi / inv_freq
     table = torch.where(length > slow_from, inv_freq / factor, inv_freq)
     smooth = (context / length - low_freq_factor) / (high_freq_factor - low_freq_factor)

@@ -31,7 +31,8 @@ class Truncated(Method, name="truncated"):
 
     def check(self) -> None:
         """Raise unless the parameters belong to one form, and the cutoffs are in order."""
-        low, high = self.cutoff_low, self.cutoff_high
+        low = self.cutoff_low
+        high = self.cutoff_high
         if (low is None) != (high is None):
             raise ValueError(f"cutoff_low and cutoff_high come together, got {low} and {high}")
         if low is None or high is None:

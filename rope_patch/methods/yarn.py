@@ -84,9 +84,11 @@ def ramp_ends(
         # The i for which context * rope_theta ** (-2 i / rotary_dim) is 2 pi * rotations.
         return (rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope_theta))
 
-    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    low = pair_turning(beta_fast)
+    high = pair_turning(beta_slow)
     if truncate:
-        low, high = math.floor(low), math.ceil(high)
+        low = math.floor(low)
+        high = math.ceil(high)
     # Transformers bounds the index of a pair by the number of features, which is twice as many; so do we, to equal it.
     return max(low, 0), min(high, rotary_dim - 1)
 

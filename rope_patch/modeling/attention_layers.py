@@ -204,12 +204,15 @@ def _match(
             if query is None:
                 continue
             keys_of = call.index
-            key, value = _search(call, "key", turn), _search(call, "value", lambda x: x)
+            key = _search(call, "key", turn)
+            value = _search(call, "value", lambda x: x)
             # Keys that the layer does not put out itself are those of an earlier layer (Gemma 4 shares them).
             if key is None:
                 for other, layer in zip(calls, before, strict=False):  # `before` has only the layers of the first calls
                     if torch.equal(other.states["key"], call.states["key"]):
-                        key, value, keys_of = layer.parts["key"], layer.parts["value"], layer.keys_of
+                        key = layer.parts["key"]
+                        value = layer.parts["value"]
+                        keys_of = layer.keys_of
                         break
             if key is None or value is None:
                 missing = "values"
@@ -271,7 +274,8 @@ def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[
         role: ``"query"``, ``"key"`` or ``"value"``.
         heads: number of heads of each role.
     """
-    place, count = ROLES.index(role), heads[role]
+    place = ROLES.index(role)
+    count = heads[role]
     if blocks == count:
         yield torch.arange(count)
     elif blocks == sum(heads.values()):

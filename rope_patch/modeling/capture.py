@@ -87,7 +87,9 @@ class _StateSums:
     """
 
     def __init__(self, layer: AttentionLayer, role: str, states: Tensor, tokens: Tensor) -> None:
-        self.layer, self.role, self.pairs = layer, role, layer.table.pairs
+        self.layer = layer
+        self.role = role
+        self.pairs = layer.table.pairs
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
         self.tokens = tokens

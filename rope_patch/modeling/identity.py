@@ -110,7 +110,8 @@ def _quantized_by(module: nn.Module, tensor: Tensor) -> list[Tensor]:
     They are attributes of the weight; those of 8-bit weights move to the layer in its first forward pass. The library's
     own state_dict is not asked: it repacks 4-bit weights for CPUs in place, and cannot do so rightly (0.50.2).
     """
-    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
+    state = getattr(tensor, "quant_state", None)
+    scales = getattr(tensor, "SCB", None)
     if scales is None and hasattr(tensor, "CB"):
         scales = getattr(getattr(module, "state", None), "SCB", None)
     inner = getattr(state, "state2", None)  # double quantization: the scales are quantized themselves
@@ -192,12 +193,14 @@ def fixed_logits(
     acting = [size for size in (*windows, reader.sliding_window) if isinstance(size, int) and size < longest]
     if acting:
         lengths.append(min(longest, max(acting) + FIXED_TOKENS))
-    sums, tolerance = {}, TOLERANCE_32
+    sums = {}
+    tolerance = TOLERANCE_32
     with in_eval_mode(model), progress.work(0):
         for length in lengths:
             # A prime spreads the ids over the vocabulary.
             ids = torch.arange(length)[None] * 7919 % reader.vocabulary
-            chunk, past = reader.chunk(length), None
+            chunk = reader.chunk(length)
+            past = None
             if chunk < length:
                 past = reader.new_cache(length) if cache is None else cache()
             hidden = reader.states(ids, past, chunk)[0, -FIXED_TOKENS:]

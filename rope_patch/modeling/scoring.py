@@ -67,7 +67,8 @@ class Reader:
         if not hasattr(model, "get_decoder"):
             raise not_a_model(model)
         self.model = owner
-        self.decoder, self.head = owner.get_decoder(), owner.get_output_embeddings()
+        self.decoder = owner.get_decoder()
+        self.head = owner.get_output_embeddings()
         if self.decoder is None or self.head is None:
             raise ValueError(f"{type(model).__name__} has no decoder with an output head: a causal LM is needed")
         config = owner.config.get_text_config()
@@ -244,7 +245,8 @@ def losses(
     for start, hidden in reader.read(rows, past, chunk):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
-            low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)
+            low = max(start, first[i] - 1)
+            high = min(start + hidden.shape[1], lengths[i] - 1)
             if low < high:
                 states = hidden[i, low - start : high - start]
                 at = slice(low + 1, high + 1)

@@ -46,11 +46,13 @@ def token_loss(
         The sum of the losses [nats], and the number of labels; both are float32 scalars on the model's device.
     """
     if not shifted:
-        hidden, labels = hidden[:, :-1], labels[:, 1:]
+        hidden = hidden[:, :-1]
+        labels = labels[:, 1:]
     states = hidden.flatten(0, 1)
     targets = labels.flatten().to(states.device)
     keep = targets != IGNORED_LABEL
-    states, targets = states[keep], targets[keep]
+    states = states[keep]
+    targets = targets[keep]
 
     def summed(states: Tensor) -> Tensor:
         # Without labels the loss is 0, and backward() would raise unless it has a gradient.
@@ -75,10 +77,12 @@ def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Ten
         summed: function that returns the loss of states.
         states: (states, hidden) the states whose tokens are predicted.
     """
-    head, fsdp = reader.head, sys.modules.get("torch.distributed.fsdp")
+    head = reader.head
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     if not (fsdp and isinstance(head, fsdp.FSDPModule)) and not hasattr(head.weight, "ds_id"):
         return summed(states)
-    original, own = head.forward, "forward" in vars(head)
+    original = head.forward
+    own = "forward" in vars(head)
     reader.call = lambda _, *args: original(*args)
     head.forward = summed
     try:

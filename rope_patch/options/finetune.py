@@ -202,7 +202,8 @@ class RecipeOptions(OptionSet):
             )
 
     def _check_rows(self) -> None:
-        data, target = self.data, self.target_length
+        data = self.data
+        target = self.target_length
         if data.length > target:
             raise ValueError(
                 f"rows of {data.length} tokens are longer than patch.target_length={target}, the context that the "

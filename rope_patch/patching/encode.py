@@ -64,7 +64,8 @@ class TableChange:
     def unstated(self) -> str | None:
         """A warning if the tables reach further than the context that the config states; otherwise None."""
         reached = [self.method.reach(self.before[kind]) or 0 for kind in self.record.layer_types]
-        stated, furthest = self.record.stated_length, max(reached)
+        stated = self.record.stated_length
+        furthest = max(reached)
         if furthest <= stated:
             return None
         return (
@@ -89,7 +90,8 @@ class TableChange:
 
     def _counts_from(self, kind: str | None) -> list[str]:
         """Return what the factor of the method counts from, where the checkpoint is scaled already."""
-        before, after = self.before[kind], self.after[kind]
+        before = self.before[kind]
+        after = self.after[kind]
         if not isinstance(self.method, Scaling) or before.is_plain:
             return []
         reached = context_reached(before)
@@ -98,7 +100,8 @@ class TableChange:
         whole = original = None  # where the method works on top of the table as it is
         if before.rope_type == after.rope_type:
             stated = after.rope_parameters or {}
-            whole, original = stated.get("factor"), stated.get(ORIGINAL)
+            whole = stated.get("factor")
+            original = stated.get(ORIGINAL)
         elif self.method.recomputes:
             original = context_before(before, getattr(self.method, ORIGINAL, None))
             whole = self.method.stretch * reached / original
@@ -294,7 +297,8 @@ def change_for_readers(location: Location, config: PreTrainedConfig, *, follow: 
     probe = location.probe
     if config.rope_parameters == base.rope_parameters:
         return None
-    old, new = flatten_dict(base.rope_parameters), flatten_dict(config.rope_parameters)
+    old = flatten_dict(base.rope_parameters)
+    new = flatten_dict(config.rope_parameters)
     for reader, keys in probe.lookups:
         if None in keys:
             return f"{reader} reads config.rope_parameters in a way that is not known"
@@ -309,7 +313,8 @@ def change_for_readers(location: Location, config: PreTrainedConfig, *, follow: 
     if follow:
         return None
     for key in {**probe.reader_values, **values}:
-        had, has = probe.reader_values.get(key), values.get(key)
+        had = probe.reader_values.get(key)
+        has = values.get(key)
         if had != has:
             name, attribute = key
             reader = f"{name} ({type(location.model.get_submodule(name)).__name__})"

@@ -106,7 +106,8 @@ def apply(
         PatchError: the model is patched already.
     """
     options = PatchRequest(layer_types, target_length, replace, freeze_at)
-    chosen, location = as_method(method, **params), locate(model)
+    chosen = as_method(method, **params)
+    location = locate(model)
     patch = install(location, plan_patch(location, chosen, options, logger.warning))
     if target_length is None and (unstated := patch.unstated) is not None:
         logger.warning(unstated)
@@ -142,7 +143,8 @@ def plan_patch(
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
     for kind in plan.record.layer_types:
-        old, new = plan.before[kind], plan.after[kind]
+        old = plan.before[kind]
+        new = plan.after[kind]
         if old.attention_scaling != new.attention_scaling and torch.equal(old.inv_freq, new.inv_freq):
             warnings.append(
                 f"{plan.method} changes no frequency of {new.name}, whose pairs turn often enough as they are: it only "
@@ -233,7 +235,8 @@ def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator
     The arguments are those of :func:`apply`.
     """
     own = {each.name: options.pop(each.name) for each in fields(PatchRequest) if each.name in options}
-    chosen, location = as_method(method, **options), locate(model)
+    chosen = as_method(method, **options)
+    location = locate(model)
     with installed(location, plan_patch(location, chosen, PatchRequest(**own))) as patch:
         yield patch
 

@@ -202,7 +202,8 @@ class Location:
         """Raise ValueError where a ``linear`` factor counts from ``max_position_embeddings``, as that of Vicuna 16k."""
         config = self.base_config
         parameters: Any = getattr(config, "rope_parameters", None) or {}
-        stated, trained = getattr(config, "max_position_embeddings", None), getattr(config, "max_sequence_length", None)
+        stated = getattr(config, "max_position_embeddings", None)
+        trained = getattr(config, "max_sequence_length", None)
         if parameters.get("rope_type") != "linear" or stated is None or trained in (None, stated):
             return
         if trained == stated * parameters["factor"]:
@@ -370,7 +371,8 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     Raises:
         ValueError: the rotary embedding is of another kind, or the config does not state its context.
     """
-    original, config = location.original, location.base_config
+    original = location.original
+    config = location.base_config
     context: Any = getattr(config, "max_position_embeddings", None)
     try:
         # Of a module that was just built: the model's own may be rounded, on another device or on none.
@@ -456,7 +458,8 @@ def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[Rota
     """
     if buffer.is_meta:
         return table, []
-    in_use, same_scaling = buffer.detach().float().cpu(), scaling == table.attention_scaling
+    in_use = buffer.detach().float().cpu()
+    same_scaling = scaling == table.attention_scaling
     if same_scaling and torch.allclose(in_use, table.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED):
         return table, []
     error = float(((in_use - table.inv_freq).abs() / table.inv_freq.clamp_min(frequencies.UNROTATED)).max())

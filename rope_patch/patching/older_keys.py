@@ -44,7 +44,8 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
     if any(isinstance(value, Mapping) for value in parameters.values()):
         names = _OLDER_BASES.get(model_type)
         if names is None:
-            full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+            full = parameters.get("full_attention")
+            sliding = parameters.get("sliding_attention")
             # OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
             if (
                 model_type == "olmo3"

@@ -92,7 +92,8 @@ def probe(
     names = {module: name for name, module in model.named_modules()}
     copied = built.get_submodule(names[decoder])
     # Some models build modules that they do not keep, and those do not count as readers.
-    own, inside = set(built.modules()) - {rotary}, set(copied.modules())
+    own = set(built.modules()) - {rotary}
+    inside = set(copied.modules())
     building = {module for module, _ in reads if module in own}
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)

@@ -46,7 +46,8 @@ class TableRecord:
         """Tell whether two tables are equal, up to the difference between float32 power functions of two machines."""
         if self.hash == other.hash:
             return True
-        ours, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
+        ours = table_of(self.inv_freq)
+        theirs = table_of(other.inv_freq)
         return (
             ours.shape == theirs.shape
             and torch.allclose(ours, theirs, rtol=rtol, atol=0.0)

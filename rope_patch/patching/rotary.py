@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from rope_patch.tables import RotaryTable
 
-HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
+HALVES = "halves"
+NEIGHBOURS = "neighbours"
+ONCE = "once"
+COMPLEX = "complex"
 
 
 # --- the modules of transformers -------------------------------------------------------------------------------------
@@ -286,15 +289,18 @@ class PatchedRotary(nn.Module):
             position_ids: (batch, tokens) positions, or (axes, batch, tokens) if there are several axes [tokens].
             layer_type: layer type whose table is used, on a model with several tables.
         """
-        inv_freq, scaling = self.table(layer_type, x.device), self.tables[layer_type].attention_scaling
+        inv_freq = self.table(layer_type, x.device)
+        scaling = self.tables[layer_type].attention_scaling
         if self.by_original is not None:
             return self.by_original(x, position_ids, layer_type, inv_freq, scaling)
         angles = position_ids[..., None].float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         # Most tables have a factor of 1, for which two multiplications in each forward pass are saved.
         if scaling != 1.0:
-            cos, sin = cos * scaling, sin * scaling
+            cos = cos * scaling
+            sin = sin * scaling
         dtype = torch.float32 if self.keep_float32 else x.dtype
         return cos.to(dtype), sin.to(dtype)
 

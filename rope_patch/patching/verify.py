@@ -171,7 +171,8 @@ def edits_since(location: Location) -> list[str]:
         return []
     # The settings of the patch are computed again: the record holds those before it alone.
     patched = config_with(location.config, plan_from_record(location, location.record).settings)
-    recorded, current = flatten_dict(settings_of(patched)), flatten_dict(settings_of(location.config))
+    recorded = flatten_dict(settings_of(patched))
+    current = flatten_dict(settings_of(location.config))
     return [
         f"{key.removeprefix('rope_parameters.')} is {current.get(key)}, the record says {recorded.get(key)}"
         for key in sorted({*recorded, *current})

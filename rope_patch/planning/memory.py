@@ -60,13 +60,15 @@ def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     The weights, the KV cache, in which sliding layers hold their windows alone, and the peaks of perplexity and
     retrieval, the weights included. Models with sliding windows are read in chunks, others in one pass.
     """
-    length, element = options.length, options.element
+    length = options.length
+    element = options.element
     weights = weight_bytes(shape, options)
     chunk = length
     windows = [layer.window for layer in shape.kinds if layer.window]
     if windows:
         chunk = min(length, max(SLIDING_CHUNK, *windows))
-    cache, read = _cached(shape, options, chunk), _one_pass(shape, options, chunk)
+    cache = _cached(shape, options, chunk)
+    read = _one_pass(shape, options, chunk)
     scored = max(read, min(LOGITS_AT_ONCE, length) * shape.vocab * (element + 8)) + cache * (chunk < length)
     return {
         "weights": weights,

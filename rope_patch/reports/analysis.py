@@ -166,7 +166,8 @@ def _sinks(analysis: Analysis) -> DataTable | Note:
     for layer in analysis.heads.layers:
         for head, place in (layer.sink_weight > SINK_WEIGHT).nonzero().tolist():
             token = token_text(analysis, int(layer.sink_token[head, place]))
-            name, position = f"{layer.index}.{head}", int(layer.sink_position[head, place])
+            name = f"{layer.index}.{head}"
+            position = int(layer.sink_position[head, place])
             hits_of.setdefault(token, []).append((float(layer.sink_weight[head, place]), name, position))
     if not hits_of:
         return Note(f"No head has a sink: none puts more than {SINK_WEIGHT:g} of its attention on one distant token.")

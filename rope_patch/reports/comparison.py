@@ -176,7 +176,8 @@ def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool)
     labels = [row.label for row in comparison.rows]
     base = base_name = labels[0]
     if UNPATCHED in labels:
-        base, base_name = UNPATCHED, _unpatched(comparison)
+        base = UNPATCHED
+        base_name = _unpatched(comparison)
     others = [label for label in labels if label != base]
     if not others:
         return []
@@ -212,7 +213,8 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
         chosen: the label of the chosen method.
     """
     scores = {row.label: row.scores for row in comparison.rows}
-    before, after = scores[UNPATCHED], scores[chosen]
+    before = scores[UNPATCHED]
+    after = scores[chosen]
     rows: list[Cells] = []
     for length in comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):

@@ -64,7 +64,8 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
         ValueError: a file, a folder without such a file, or no folder; the message says what was expected.
         FileNotFoundError: there is no such GGUF file.
     """
-    path, name = Path(source), str(source)
+    path = Path(source)
+    name = str(source)
     parts = name.split("/")
     kinds = [_FOLDERS[config] for config in configs]
     if CONFIG_FILES[0] in configs:
@@ -121,7 +122,8 @@ def naming(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number, filename = getattr(error, "errno", None), str(getattr(error, "filename", None))
+        number = getattr(error, "errno", None)
+        filename = str(getattr(error, "filename", None))
         if not isinstance(error, OSError | ValueError | TypeError) and (
             # safetensors deletes what it has written, so that there is room again.
             os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(out.parent).free < NO_ROOM
@@ -183,7 +185,8 @@ def locked_output(out: str | Path) -> Iterator[Path]:
     # A rename works within one disk, and needs a parent folder in which this user may write.
     within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
     prefix = out / HIDDEN_MARK if within else out.with_name(f".{out.name}{HIDDEN_MARK}")
-    temporary, path = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
+    temporary = prefix.with_name(f"{prefix.name}.tmp")
+    path = prefix.with_name(f"{prefix.name}.lock")
     # One lock object for each path: a nested claim in the same thread counts it up, instead of being refused.
     lock = FileLock(path, timeout=0, is_singleton=True)
     with _parents(out), naming(out):

@@ -42,13 +42,17 @@ class Key:
         """Return a key for a text, a whole number >= 0, a float or truths, of type STRING, UINT32, FLOAT32 or ARRAY."""
         types = gguf().GGUFValueType
         if isinstance(value, str):
-            kind, packed = types.STRING, _packed(value)
+            kind = types.STRING
+            packed = _packed(value)
         elif isinstance(value, int):
-            kind, packed = types.UINT32, struct.pack("<I", value)
+            kind = types.UINT32
+            packed = struct.pack("<I", value)
         elif isinstance(value, list):
-            kind, packed = types.ARRAY, struct.pack("<IQ", types.BOOL, len(value)) + bytes(value)
+            kind = types.ARRAY
+            packed = struct.pack("<IQ", types.BOOL, len(value)) + bytes(value)
         else:
-            kind, packed = types.FLOAT32, struct.pack("<f", value)
+            kind = types.FLOAT32
+            packed = struct.pack("<f", value)
         return cls(name, _packed(name) + struct.pack("<I", kind) + packed, lambda: value)
 
 
@@ -174,7 +178,8 @@ def write_gguf(opened: GGUFFile, out: str | Path, *, overwrite: bool = False) ->
             it.
     """
     out = check_output_file(out, overwrite=overwrite)
-    pieces, alignment = opened.pieces, opened.alignment
+    pieces = opened.pieces
+    alignment = opened.alignment
     needed = sum(piece.size for piece in pieces)
     free = shutil.disk_usage(out.parent).free
     if needed > free:

@@ -99,7 +99,8 @@ def from_first_process(make: Callable[[], T]) -> T:
             with alone():
                 message[0] = make()
         except Exception as error:
-            failed, message[1] = error, f"{type(error).__name__}: {error}"
+            failed = error
+            message[1] = f"{type(error).__name__}: {error}"
     torch.distributed.broadcast_object_list(message)
     if failed is not None:
         raise failed

@@ -34,7 +34,8 @@ def suite_of(
     Raises:
         ValueError: the task cannot be asked at these lengths, or there is too little text.
     """
-    spec, lengths = options.evaluation.spec, options.evaluation_lengths
+    spec = options.evaluation.spec
+    lengths = options.evaluation_lengths
     # The text is scored between the lengths alone, so it needs no finer position buckets.
     spec = replace(
         spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED_OFFSET + spec.seed

@@ -20,7 +20,7 @@ from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
-from rope_patch.training.models import BUNDLED_CHAT_TEMPLATE, BUNDLED_MODELS, load_model, prepare
+from rope_patch.training.models import load_model, prepare
 from rope_patch.training.pack_rows import held_out, make_rows, packed_rows, rows_per_step
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
@@ -84,8 +84,6 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
                 results = run.results
             return Result(run.out, results, finished_before=True)
         model, tokenizer = load_model(options.model, options.train.precision, weights=not dry_run)
-        if options.data.learn == "assistant" and options.model.name in BUNDLED_MODELS:
-            tokenizer.chat_template = BUNDLED_CHAT_TEMPLATE
         model = prepare(model, options)
         texts = held_out(options, tokenizer, None if run.checkpoint is None else run.work)
         suite = suite_of(options, tokenizer, texts)

@@ -30,11 +30,6 @@ from rope_patch.training.pack_rows import rows_per_step
 
 # Small reference checkpoints that come with the package, to try a recipe without a download.
 BUNDLED_MODELS = ("llama", "gemma3")
-# Their tokenizers have no chat template; without one a recipe that learns conversations could not be tried on them.
-BUNDLED_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for turn in messages %}{{ turn.role + '\n' + turn.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
-)
 
 
 def bundled_folder_or_name(name: str) -> str:

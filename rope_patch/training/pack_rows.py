@@ -57,9 +57,7 @@ def open_source(options: DataOptions, seed: int) -> Any:
 
     path = Path(options.source)
     if options.source == "builtin":
-        documents = list(builtin_text("train").documents)
-        chats = [as_conversation(text) for text in documents]
-        dataset: Any = datasets.Dataset.from_dict({"text": documents, "messages": chats})
+        dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
     elif path.is_dir() or path.suffix in READERS:
         files = text_files(path)
         kinds = {READERS[file.suffix] for file in files}
@@ -86,14 +84,6 @@ def text_files(source: str | Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.suffix in READERS)
     return [path]
-
-
-def as_conversation(text: str) -> list[dict[str, str]]:
-    """Return the beginning of a text as a question and its answer, so that the built-in text can stand in for chats."""
-    return [
-        {"role": "user", "content": text[:300].strip()},
-        {"role": "assistant", "content": text[300:1000].strip()},
-    ]
 
 
 def conversation(
@@ -126,7 +116,8 @@ def conversation(
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
             # With the generation prompt, so that the words that open the assistant's turn are not learned.
-            before, after = render(i, ask=True), render(i + 1)
+            before = render(i, ask=True)
+            after = render(i + 1)
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise ValueError(
                     "this chat template renders earlier turns differently once later ones follow, or joins turns into "
@@ -147,7 +138,8 @@ def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder:
         tokenizer: the tokenizer of the model.
         folder: the folder with the rows of a run that is resumed, which keeps its texts; None for a new run.
     """
-    spec, longest = options.evaluation.spec, options.evaluation_lengths[-1]
+    spec = options.evaluation.spec
+    longest = options.evaluation_lengths[-1]
     if spec.windows == 0 or spec.text is not None or options.data.source == "builtin":
         return []
     if folder is not None:
@@ -233,7 +225,9 @@ def pack(
                 # apart, an earlier document.
                 heard = [IGNORED_LABEL if at == 0 else label for at, label in zip(positions, labels, strict=True)]
                 yield {"input_ids": ids, "labels": heard, "position_ids": positions}
-                ids, labels, positions = [], [], []
+                ids = []
+                labels = []
+                positions = []
 
 
 def make_rows(

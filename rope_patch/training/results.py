@@ -80,7 +80,8 @@ def write_results(
             adapter, ``"before"``, and without its patch, ``"unpatched"``.
         text: the name of the text that perplexity is measured on.
     """
-    after, before = evaluations["after"], evaluations.get("before")
+    after = evaluations["after"]
+    before = evaluations.get("before")
     compared = []
     if before is not None:
         compared = changes(before, after)

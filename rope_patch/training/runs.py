@@ -148,7 +148,8 @@ def _changes(earlier: dict[str, Any], settings: dict[str, Any], digests: dict[st
     Files that are gone do not count, since the rows are packed.
     """
     stored = earlier.pop("contents", {})  # versions before 0.3 wrote none
-    before, now = flatten_dict(earlier), flatten_dict(settings)
+    before = flatten_dict(earlier)
+    now = flatten_dict(settings)
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     changes = [f"{name}={before.get(name)} (now {now.get(name)})" for name in names]
     changed = [name for name, digest in stored.items() if digests.get(name, digest) != digest]

@@ -36,7 +36,8 @@ def test_rows_are_equal_parts_of_every_text():
     assert set(rows.ids[:, 0].tolist()) == {TOKENIZER.bos_token_id}
     whole = torch.tensor(TOKENIZER(TEXTS["one"], add_special_tokens=False).input_ids)
     assert torch.equal(rows.ids[0, 1:], whole[:63]) and torch.equal(rows.ids[2, 1:], whole[-63:])
-    single, middle = read_rows(TOKENIZER, TEXTS, window=64, tokens=1).ids, (len(whole) - 63) // 2
+    single = read_rows(TOKENIZER, TEXTS, window=64, tokens=1).ids
+    middle = (len(whole) - 63) // 2
     assert torch.equal(single[0, 1:], whole[middle : middle + 63]), "one row comes from the middle"
     assert read_rows(TOKENIZER, TEXTS, window=64).sha256 != rows.sha256
 
@@ -110,7 +111,8 @@ def analyzed(model, **chosen):
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
 def test_every_part_is_there(family):
-    progress, announced = [], []
+    progress = []
+    announced = []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
     with listen(lambda stage, tokens: progress.append((stage, tokens)), on_more=announced.append):
         result = analyzed(model, p_values=[0.5])

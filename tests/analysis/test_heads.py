@@ -85,9 +85,11 @@ def few_kinds(rows=2, tokens=40, seed=0):
 def loops(rows, layers, window):
     """The numbers of ``LayerHeads`` from what each row's attention in one layer returned."""
     heads, tokens = layers[0].weights.shape[:2]
-    start, window = min(FIRST_COUNTED_QUERY, tokens // 2), window or tokens
+    start = min(FIRST_COUNTED_QUERY, tokens // 2)
+    window = window or tokens
     collected = defaultdict(list)
-    far, all_of = defaultdict(list), defaultdict(list)
+    far = defaultdict(list)
+    all_of = defaultdict(list)
     for r, row in enumerate(rows.tolist()):
         states = layers[r]
         for i in range(tokens):
@@ -138,7 +140,8 @@ def assert_looped(layer, expected):
     for name, values in expected.items():
         if not numpy.size(values):
             continue
-        got, values = getattr(layer, name).numpy(), numpy.asarray(values)
+        got = getattr(layer, name).numpy()
+        values = numpy.asarray(values)
         if name.startswith("sink_") and got.ndim == 2:
             rest = got[:, values.shape[1] :]
             assert (rest == (0 if name == "sink_weight" else -1)).all(), name
@@ -168,7 +171,8 @@ def compare_to_loops(model, rows, windows, monkeypatch):
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
     monkeypatch.setattr(head_module, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
-    model, rows = model_for(name), few_kinds()
+    model = model_for(name)
+    rows = few_kinds()
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     for queries in (7, 40):
         in_blocks(monkeypatch, rows, queries)
@@ -187,7 +191,8 @@ def test_short_texts_and_small_windows(window, tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_repeated_mass_is_induction_on_random_tokens_that_come_twice(name, monkeypatch):
-    model, row = model_of(name), text(40)
+    model = model_of(name)
+    row = text(40)
     again = repeated_tokens(row[None])
     assert torch.equal(again[:20], again[20:]) and len(again[:20].unique()) == 20 and torch.isin(again, row).all()
     states = attended(model, again[None], monkeypatch)
@@ -211,7 +216,9 @@ def test_a_fixed_distance_is_not_taken_for_induction():
 
 
 def test_rows_are_read_one_by_one():
-    model, rows, steps = model_of("gemma2"), few_kinds(3, 30), []
+    model = model_of("gemma2")
+    rows = few_kinds(3, 30)
+    steps = []
     with listen(lambda stage, tokens: steps.append(tokens)):
         whole = measure_heads(model, rows)
     assert sum(steps) == 90 and len(steps) > 3 and min(steps) > 0
@@ -224,7 +231,8 @@ def test_rows_are_read_one_by_one():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_model_is_left_as_it_was(implementation):
-    model, rows = model_of("llama", attention=implementation, attention_dropout=0.5), few_kinds()
+    model = model_of("llama", attention=implementation, attention_dropout=0.5)
+    rows = few_kinds()
     quiet = measure_heads(model, rows)
     model.train()
     model.model.layers[0].eval()
@@ -247,7 +255,8 @@ def test_the_model_is_left_as_it_was(implementation):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_nothing_is_as_large_as_the_weights(name, monkeypatch):
-    model, row = model_of(name, max_position_embeddings=600), ids(600, 1)[0]
+    model = model_of(name, max_position_embeddings=600)
+    row = ids(600, 1)[0]
 
     def largest(queries):
         in_blocks(monkeypatch, row, queries)
@@ -278,7 +287,9 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
 
 # --- weights set by hand
 
-CONTEXT, SINK_TOKEN, SINK_AT = 512, 7, 3
+CONTEXT = 512
+SINK_TOKEN = 7
+SINK_AT = 3
 
 
 def golden(order, *, layer=1):
@@ -293,11 +304,13 @@ def golden(order, *, layer=1):
     """
     sizes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
     model = tiny_model(**sizes, head_dim=64, attention_bias=True)
-    table, planted = geometric(1e4, 64), model.model.layers[layer].self_attn
+    table = geometric(1e4, 64)
+    planted = model.model.layers[layer].self_attn
     with torch.no_grad():
         embeddings = model.model.embed_tokens.weight
         embeddings.copy_(torch.randint(0, 2, embeddings.shape) * 2.0 - 1.0)
-        embeddings[:, 0], embeddings[SINK_TOKEN] = 0.0, 0.0
+        embeddings[:, 0] = 0.0
+        embeddings[SINK_TOKEN] = 0.0
         embeddings[SINK_TOKEN, 0] = 1.0  # the norm before the layer makes it √64 = 8
         for before in model.model.layers[:layer]:  # what the golden layer reads are the embeddings
             before.self_attn.o_proj.weight.zero_()
@@ -305,7 +318,8 @@ def golden(order, *, layer=1):
         for linear in (planted.q_proj, planted.k_proj):
             linear.weight.zero_()
             linear.bias.zero_()
-        queries, keys = planted.q_proj.bias.view(4, 64), planted.k_proj.bias.view(4, 64)
+        queries = planted.q_proj.bias.view(4, 64)
+        keys = planted.k_proj.bias.view(4, 64)
         for head, role in enumerate(order):
             if role in ("diagonal", "previous"):
                 # Σ (1 - cos f) over the table is 1.08, so the neighbours of the peak lie 4 · 40 · 1.08 / 8 = 22 below.
@@ -332,7 +346,8 @@ ROLES = ("diagonal", "previous", "sink")
 
 @pytest.mark.parametrize(("order", "layer"), [(ROLES, 1), (("sink", "previous", "diagonal"), 2)])
 def test_a_golden_layer_is_recovered_head_by_head(order, layer):
-    model, rows = golden(order, layer=layer), golden_rows()
+    model = golden(order, layer=layer)
+    rows = golden_rows()
     at = {role: order.index(role) for role in ROLES}
     got = measure_heads(model, rows)
     head_layer = got.layer(layer)
@@ -402,16 +417,19 @@ def test_a_head_that_looks_for_content_attends_far_to_few_keys():
 @pytest.mark.parametrize("name", ["llama-yarn", "mistral", "gemma2", "gemma4-shared", "phi", "glm", "qwen2_moe"])
 def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypatch):
     capped = {"attn_logit_softcapping": 0.5} if name == "gemma2" else {}
-    model, row = model_for(name, **capped), text(40)
+    model = model_for(name, **capped)
+    row = text(40)
     (states,) = attended(model, row[None], monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_attention_heads
     for view in read_single_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)]):
         recorded = states[view.layer]
         torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
         logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
         torch.testing.assert_close(view.logits, logits, rtol=1e-4, atol=2e-4)
-        query, key = recorded.query[view.head], recorded.key[view.head]
+        query = recorded.query[view.head]
+        key = recorded.key[view.head]
         for distance in (0, 3):
             pairs_of_tokens = [(i, i - distance) for i in range(distance, 40)]
             expected = [
@@ -432,14 +450,17 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
 @pytest.mark.parametrize("name", ["glm", "llama-yarn"])
 def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     """Pair by pair from the stored states: norms before rotation, and what each adds, by complex numbers."""
-    model, row = model_of(name), text(20)
+    model = model_of(name)
+    row = text(20)
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     (view,) = read_single_heads(model, row, [(1, 2)])
-    n, scale = len(view.inv_freq), (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0
+    n = len(view.inv_freq)
+    scale = (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0
     assert view.attention_scaling**2 == pytest.approx(scale)
     groups = states["query"][1].shape[1] // states["key"][1].shape[1]
-    query, key = states["query"][1][:, 2].double(), states["key"][1][:, 2 // groups].double()
+    query = states["query"][1][:, 2].double()
+    key = states["key"][1][:, 2 // groups].double()
     first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if name == "glm" else (slice(n), slice(n, 2 * n))
     q, k = (torch.complex(x[:, first], x[:, second]) for x in (query, key))
     torch.testing.assert_close(view.norms(view.query), q.abs(), rtol=1e-5, atol=1e-6)
@@ -454,7 +475,8 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
 
 
 def test_a_model_in_bfloat16(monkeypatch):
-    model, rows = model_of("gemma3").to(torch.bfloat16), few_kinds()
+    model = model_of("gemma3").to(torch.bfloat16)
+    rows = few_kinds()
     states = attended(model, rows, monkeypatch)
     in_blocks(monkeypatch, rows, 7)
     for layer in measure_heads(model, rows).layers:
@@ -479,7 +501,8 @@ def test_bad_input_of_measure_heads(tokens, message):
 
 
 def test_weights_that_are_no_numbers_are_named():
-    model, rows = tiny_model(), ids(40, 2)
+    model = tiny_model()
+    rows = ids(40, 2)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[20] = math.nan  # key head 1, which query heads 2 and 3 read
     with pytest.raises(ValueError, match=r"layer 1, query head 2 .* position 0"):
@@ -531,7 +554,8 @@ def test_a_few_tokens_that_half_precision_puts_far_off_are_no_other_kind_of_atte
 
 
 def test_attention_of_another_kind_is_refused(monkeypatch):
-    model, row = bold_model("llama"), ids(20, 1)
+    model = bold_model("llama")
+    row = ids(20, 1)
     monkeypatch.setitem(AttentionInterface._global_mapping, "halved", halved)
     model.config._attn_implementation = "halved"
     with pytest.raises(ValueError, match="of its own"):

@@ -25,7 +25,11 @@ from rope_patch.analysis.outliers import (
 from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capture
 
-LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
+LAYERS = 3
+HEADS = 4
+GROUPS = 2
+PAIRS = 16
+CONTEXT = 256
 TAU = 2 * math.pi
 
 
@@ -41,7 +45,8 @@ def planted(key_angle, query_angle, key_radius, query_radius):
     for index, layer in enumerate(model.model.layers):
         for projection, angle, radius in (("k_proj", key_angle, key_radius), ("q_proj", query_angle, query_radius)):
             linear = getattr(layer.self_attn, projection)
-            a, r = angle[index], radius[index]
+            a = angle[index]
+            r = radius[index]
             with torch.no_grad():
                 linear.weight.zero_()
                 linear.bias.copy_(torch.cat((r * a.cos(), r * a.sin()), dim=-1).flatten())
@@ -162,18 +167,21 @@ def test_bounds_are_of_the_table_and_the_window_in_use():
 def test_a_planted_checkpoint_agrees_with_a_brute_force_scan():
     drawn_phi, arrays = draw()
     got = capture(planted(*arrays), ids(30, 1))
-    keys, queries = every_pair(got), every_pair(got, "query")
+    keys = every_pair(got)
+    queries = every_pair(got, "query")
     table = frequencies.geometric(1e4, 2 * PAIRS).double().tolist()
     offsets = 0
     for layer, head, pair in itertools.product(range(LAYERS), range(HEADS), range(PAIRS)):
-        key, f = keys[layer, head, pair], table[pair]
+        key = keys[layer, head, pair]
+        f = table[pair]
         angle = float(drawn_phi[layer, head, pair])
         assert key.phi == pytest.approx(angle, abs=1e-5)
         assert key.radius == pytest.approx(float(arrays[2][layer, head // GROUPS, pair]), rel=1e-5)
         assert queries[layer, head, pair].radius == pytest.approx(float(arrays[3][layer, head, pair]), rel=1e-5)
         assert key.deviation < 1e-3, "nothing varies, so nothing deviates"
         assert (key.wavelength, key.turns) == pytest.approx((TAU / f, CONTEXT * f / TAU))
-        is_below, is_one = CONTEXT * f < TAU, is_offset(angle, f, CONTEXT)
+        is_below = CONTEXT * f < TAU
+        is_one = is_offset(angle, f, CONTEXT)
         assert key.kind == ("offset feature" if is_one else "partial turn" if is_below else "full turns")
         offsets += is_one
     assert 10 < offsets < len(keys) - 10, "some satisfy the definition, some do not"
@@ -183,14 +191,17 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan():
 def test_contributions_are_products_of_rotated_means(name):
     """d(p) by rotating mean query and mean key to two positions, features one by one, and D(p) as their whole logit."""
     layer = capture(model_of(name), text()).layers[1]
-    n, scale = len(layer.inv_freq), layer.attention_scaling**2 * layer.scaling
-    query, key = layer.query.mean[3], layer.key.mean[3 // layer.groups]
+    n = len(layer.inv_freq)
+    scale = layer.attention_scaling**2 * layer.scaling
+    query = layer.query.mean[3]
+    key = layer.key.mean[3 // layer.groups]
     for distance in (0, 1, 30):
         turned = []
         for i, f in enumerate(layer.inv_freq.tolist()):
             a, b = (2 * i, 2 * i + 1) if layer.query.interleaved else (i, i + n)
             place = 5
-            q, k = complex(query[a], query[b]), complex(key[a], key[b])
+            q = complex(query[a], query[b])
+            k = complex(key[a], key[b])
             q *= complex(math.cos(f * (place + distance)), math.sin(f * (place + distance)))
             k *= complex(math.cos(f * place), math.sin(f * place))
             turned.append((q.real * k.real + q.imag * k.imag) * scale)

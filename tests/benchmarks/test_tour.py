@@ -122,7 +122,8 @@ def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(tmp_path, pack
     checkpoint.main()
     gguf, folder = map(Path, capsys.readouterr().out.splitlines()[-2:])
     assert (gguf, folder) == (tmp_path / release.gguf, tmp_path / "Tiny")
-    saved, loaded = AutoModelForCausalLM.from_pretrained(folder), rope_patch.load(gguf)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = rope_patch.load(gguf)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(saved.state_dict()[name], tensor.bfloat16()), name
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE

@@ -169,7 +169,8 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name_and_changes_nothing(sma
     change(folder)
     model = rope_patch.load(small_adapter.parent / "base", "yarn:factor=4")
     checkpoints.write_record(rope_patch.verify(model).record, folder)  # the changed weights are those of the record
-    modules, before = [*model.modules()], logits(model)
+    modules = [*model.modules()]
+    before = logits(model)
     for refuse in (
         rope_patch.load,
         rope_patch.verify,
@@ -381,7 +382,8 @@ def test_the_revision_that_an_adapter_names_is_its_bases(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "base")
     rope_patch.save(lora(rope_patch.load(tmp_path / "base", "yarn:factor=4")), tmp_path / "adapter")
     edit_json(tmp_path / "adapter" / "adapter_config.json", lambda config: config.update(revision="v1"))
-    asked, stock = [], AutoModelForCausalLM.from_pretrained
+    asked = []
+    stock = AutoModelForCausalLM.from_pretrained
 
     def noted(source, **options):
         asked.append(options.pop("revision", None))

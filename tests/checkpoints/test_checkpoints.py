@@ -70,7 +70,8 @@ def test_plain_transformers_gives_equal_logits(reloaded, family):
 )
 def test_loaded_through_us_it_is_patched_and_verified(reloaded, family, name):
     root, ours, _ = reloaded
-    model, plain = rope_patch.load(root / f"{family}-{name}"), tiny_model(family)
+    model = rope_patch.load(root / f"{family}-{name}")
+    plain = tiny_model(family)
     assert torch.equal(logits(model), ours[f"{family}-{name}"])
     assert rope_patch.verify(model).record.to_method() == method_for(name)
     rope_patch.restore(model)

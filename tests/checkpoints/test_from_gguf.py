@@ -23,7 +23,8 @@ TOKENS = ids(48) % 96
 
 def written(tmp_path, method=None, **changes):
     """A folder, and a GGUF of the same model: patched, or with the factors of its own table as its converter writes."""
-    folder, file = saved(tmp_path / "folder", method, **changes), tmp_path / "m.gguf"
+    folder = saved(tmp_path / "folder", method, **changes)
+    file = tmp_path / "m.gguf"
     plain = tiny_model(vocab_size=1024, **changes)
     factors = geometric(1e4, 16) / plain.model.rotary_emb.inv_freq
     write_toy(plain, file, factors=factors if changes else None)

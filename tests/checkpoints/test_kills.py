@@ -20,10 +20,13 @@ import rope_patch
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_kill_over_another_checkpoint_mixes_nothing(tmp_path, every):
     """What loads is the old one whole or the new one whole; in between it does not load."""
-    out, old, new = tmp_path / "place" / "out", tiny_model(seed=5), tiny_model()
+    out = tmp_path / "place" / "out"
+    old = tiny_model(seed=5)
+    new = tiny_model()
     rope_patch.apply(old, "yarn:factor=4")
     rope_patch.apply(new, "abf")
-    either, outcomes = [logits(old), logits(new)], set()
+    either = [logits(old), logits(new)]
+    outcomes = set()
     rope_patch.save(old, tmp_path / "before")
     for stop in range(1, 1000, every):
         shutil.rmtree(tmp_path / "place", ignore_errors=True)

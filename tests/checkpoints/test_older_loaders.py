@@ -89,7 +89,8 @@ def test_keys_of_families_that_have_names_of_their_own():
 
 def test_families_with_a_table_for_each_layer_type():
     """Olmo 3 is published with one base and one scaling; other tables of it fail in transformers 4."""
-    plain, yarn = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     tables = {"full_attention": yarn, "sliding_attention": plain}
     assert older_keys("olmo3", tables) == {"rope_theta": OLDER_FAIL}
     published = {"full_attention": yarn | {"rope_theta": 5e5}, "sliding_attention": plain}

@@ -43,7 +43,8 @@ def test_a_method_of_a_users_module_is_applied(folder):
     done = child(folder, "apply", "base", "slower:divisor=4", "-o", "out", "--import", "my_methods", "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)["record"]
-    (before,), (after,) = record["base_tables"].values(), record["tables"].values()
+    (before,) = record["base_tables"].values()
+    (after,) = record["tables"].values()
     assert after["inv_freq"] == pytest.approx([value / 4 for value in before["inv_freq"]])
 
 

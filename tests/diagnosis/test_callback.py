@@ -86,7 +86,8 @@ def test_the_saved_folder_is_read(tmp_path):
 
 
 def test_the_folder_that_was_saved_is_found(tmp_path):
-    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1, is_world_process_zero=True)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
     RopeDoctorCallback().on_save(args, state, None, model=tiny_model())
     folder = tmp_path / "run-3" / "checkpoint-1"  # as a hyperparameter search numbers its runs
     tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0}).save_pretrained(folder)

@@ -376,7 +376,8 @@ def test_quantized_weights_do_not_matter(folder):
 
 
 def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
-    patched, repaired = tmp_path / "patched", tmp_path / "repaired"
+    patched = tmp_path / "patched"
+    repaired = tmp_path / "repaired"
     patch_folder(folder, "abf:rope_theta=100000", patched, target_length=256)
     written = (patched / "config.json").read_bytes()
 

@@ -32,7 +32,8 @@ VLLM = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 2 * TOKENS}
 class CutFP8(Format, name="fp8-cut"):
     """Float8 e4m3 as vLLM's kernel for a CPU writes it: digits are cut off, where its kernels for GPUs round."""
 
-    bits, scales = 8, 0
+    bits = 8
+    scales = 0
 
     def round(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Keep the upper three bits of the fraction; 2^-120 gives float32 the exponents of e4m3, small ones too."""

@@ -130,7 +130,8 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_engine_computes_what_transformers_does(base, tmp_path, method):
-    model, ids = patched(method), tokens()
+    model = patched(method)
+    ids = tokens()
     want = expected_logprobs(model, ids)
     out = exported(model, base, tmp_path / "out.gguf")
     close(engine(out, ids), want, 1e-2)
@@ -187,7 +188,8 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     keys = [Key.of(f"llama.rope.scaling.{name}", value) for name, value in values.items()]
     path = rewritten(base, tmp_path / "keys.gguf", keys)
     close(engine(path, tokens()), expected_logprobs(model, tokens()), 1e-2)
-    (slot,), table = read_gguf(path).tables, model.model.rotary_emb
+    (slot,) = read_gguf(path).tables
+    table = model.model.rotary_emb
     torch.testing.assert_close(slot.inv_freq, table_of(table.inv_freq.tolist()), rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(table.attention_scaling)
 
@@ -195,11 +197,13 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
 @pytest.mark.parametrize("method", ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "irregular"])
 def test_phi3(tmp_path, method):
     """Its graph takes one of two tensors by the length of the context."""
-    model, ids = lively(tiny_model("phi3", vocab_size=1024)), tokens()[:300]
+    model = lively(tiny_model("phi3", vocab_size=1024))
+    ids = tokens()[:300]
     base = write_toy(model, tmp_path / "base.gguf", tokenizer())
     close(engine(base, ids), expected_logprobs(model, ids), 1e-2)
     rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07) if method == "irregular" else method)
-    want, out = expected_logprobs(model, ids), exported(model, base, tmp_path / "out.gguf")
+    want = expected_logprobs(model, ids)
+    out = exported(model, base, tmp_path / "out.gguf")
     close(engine(out, ids), want, 1e-2)
     close(engine(out, ids[:50], n_ctx=64), want[:50], 1e-2)  # below the context it states, and above: one table
     far(engine(base, ids), want)
@@ -212,7 +216,8 @@ def test_phi3(tmp_path, method):
 def test_graphs_without_factors(tmp_path, family, method):
     """Keys alone; of Gemma 3 sliding layers keep their table, and a factor for all layers is refused."""
     changes = {"gemma3": {"num_hidden_layers": 6, "layer_types": None}}
-    model, ids = lively(tiny_model(family, vocab_size=1024, **changes.get(family, {}))), tokens()[:300]
+    model = lively(tiny_model(family, vocab_size=1024, **changes.get(family, {})))
+    ids = tokens()[:300]
     full = model.config.rope_parameters.get("full_attention")
     base = write_toy(
         model, tmp_path / "base.gguf", tokenizer(), **({"rope__freq_base": full["rope_theta"]} if full else {})
@@ -234,8 +239,10 @@ def test_graphs_without_factors(tmp_path, family, method):
 def test_gemma4(tmp_path, method):
     """The table of its full layers, and no change to the sliding ones."""
     model = tiny_model("gemma4", vocab_size=1024, vocab_size_per_layer_input=1024, final_logit_softcapping=30.0)
-    model, ids = lively(model), tokens()[:300]
-    values, plain = model.model.rotary_emb.full_attention_inv_freq, 1e6 ** -(torch.arange(16).double() / 16)
+    model = lively(model)
+    ids = tokens()[:300]
+    values = model.model.rotary_emb.full_attention_inv_freq
+    plain = 1e6 ** -(torch.arange(16).double() / 16)
     base = write_toy(
         model,
         tmp_path / "base.gguf",
@@ -268,7 +275,8 @@ def test_a_file_of_their_own_converter(tmp_path, family):
     # The converter's transformers 4 does not know the class of transformers 5.
     edit_json(tmp_path / "folder" / "tokenizer_config.json", lambda data: data.update(tokenizer_class=FAST))
     rope_patch.apply(model, "yarn:factor=4")
-    converter, out = own_converter(tmp_path), tmp_path / "out.gguf"
+    converter = own_converter(tmp_path)
+    out = tmp_path / "out.gguf"
     rope_patch.export(tmp_path / "folder", out, to="gguf", converter=converter, method="yarn:factor=4")
     assert rope_patch.verify(out).method == "yarn:factor=4"
     ids = torch.randint(3, 264, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -291,7 +299,8 @@ FAST = "PreTrainedTokenizerFast"
 def byte_fallback():
     """A SentencePiece tokenizer, of a kind that the converter knows without a list of published ones."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁ab"]
-    ranks, merges = {piece: i for i, piece in enumerate(pieces)}, [("a", "b"), ("▁", "ab")]
+    ranks = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("a", "b"), ("▁", "ab")]
     backend = Tokenizer(models.BPE(ranks, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -58,7 +58,8 @@ TO = [*((family, "vllm") for family in ARCHITECTURES), ("llama", "hf"), ("gemma3
 @covering(2, family_to=TO, method=METHODS)
 def test_the_same_table_is_read_back(family_to, method, tmp_path):
     family, to = family_to
-    first, out = saved_with(strong_model(family), tmp_path / "base"), tmp_path / "out"
+    first = saved_with(strong_model(family), tmp_path / "base")
+    out = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(first)
     try:
         rope_patch.apply(model, method, target_length=256)
@@ -86,7 +87,8 @@ def test_the_same_table_is_read_back(family_to, method, tmp_path):
 def test_both_encodings_and_the_keys_of_engines(base, tmp_path):
     export(base, tmp_path / "out", to="sglang", method="yarn:factor=5:attention_factor=1.5", target_length=256)
     config = config_of(tmp_path / "out")
-    new, old = config["rope_parameters"], config["rope_scaling"]
+    new = config["rope_parameters"]
+    old = config["rope_scaling"]
     assert new == old and config["rope_theta"] == new["rope_theta"] == 10000.0
     assert new["rope_type"] == "longrope" and new["short_factor"] == new["long_factor"]
     assert new["short_mscale"] == new["long_mscale"] == new["attention_factor"] == 1.5
@@ -168,7 +170,9 @@ def test_an_adapter_that_does_not_fit_its_base_is_not_exported(adapter, tmp_path
 @pytest.mark.parametrize(("words", "dtype"), [((), torch.bfloat16), (("--dtype", "float32"), torch.float32)])
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
     """With its table, its vocabulary, and weights in bfloat16 or as asked for; the memory is said first."""
-    plain, first, out = tmp_path / "plain.gguf", tmp_path / "a.gguf", tmp_path / "out"
+    plain = tmp_path / "plain.gguf"
+    first = tmp_path / "a.gguf"
+    out = tmp_path / "out"
     text = "Once upon a time, there was a dog."
     write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)

@@ -82,7 +82,8 @@ def names(folder):
 
 def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, converter, no_links):
     converter.write_text(WHOLE)
-    folder, out = saved(tmp_path / "folder", "yarn:factor=4"), tmp_path / "out.gguf"
+    folder = saved(tmp_path / "folder", "yarn:factor=4")
+    out = tmp_path / "out.gguf"
     printed = run("export", folder, "--to", "gguf", "--converter", converter, "-o", out)
     assert "checked against llama.cpp" in printed and "gguf_file=" in printed
     expected = rope_patch.load(folder)
@@ -92,7 +93,8 @@ def test_a_patched_folder_becomes_a_file_that_computes_the_same(tmp_path, conver
 
 
 def test_a_method_on_the_way_an_adapter_and_a_model_in_memory_give_the_same_table(tmp_path, converter):
-    folder, out = saved(tmp_path / "folder"), tmp_path / "out.gguf"
+    folder = saved(tmp_path / "folder")
+    out = tmp_path / "out.gguf"
     patched = rope_patch.load(folder, "p_rope:p=0.5")
     tuned = lora(rope_patch.load(folder, "p_rope:p=0.5"))
     rope_patch.save(tuned, tmp_path / "adapter")
@@ -105,7 +107,8 @@ def test_a_method_on_the_way_an_adapter_and_a_model_in_memory_give_the_same_tabl
 
 @pytest.mark.parametrize("encoded", [LLAMA3, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}])
 def test_a_table_of_the_checkpoint_itself_that_the_converter_drops_is_put_in(tmp_path, converter, encoded):
-    folder, out = saved(tmp_path / "folder", rope_parameters=encoded, max_position_embeddings=512), tmp_path / "o.gguf"
+    folder = saved(tmp_path / "folder", rope_parameters=encoded, max_position_embeddings=512)
+    out = tmp_path / "o.gguf"
     own = inspect_model(AutoModelForCausalLM.from_pretrained(folder)).tables[0]
     export(folder, out, to="gguf", converter=converter)
     assert read_gguf(out).record is None
@@ -113,7 +116,8 @@ def test_a_table_of_the_checkpoint_itself_that_the_converter_drops_is_put_in(tmp
 
 
 def test_a_name_and_a_data_type_reach_the_converter(tmp_path, converter):
-    folder, out = saved(tmp_path / "little-llama"), tmp_path / "out.gguf"
+    folder = saved(tmp_path / "little-llama")
+    out = tmp_path / "out.gguf"
     for dtype, outtype in (("auto", "auto"), ("bfloat16", "bf16")):
         export(folder, out, to="gguf", converter=converter, dtype=dtype, overwrite=True)
         assert open_gguf(out).value("test.outtype") == outtype
@@ -123,7 +127,8 @@ def test_a_name_and_a_data_type_reach_the_converter(tmp_path, converter):
 def test_phi3_and_gemma4_take_a_table(tmp_path, converter):
     """Gemma 4 for its full-attention layers, in a tensor without which its graph does not load."""
     for family, method in (("phi3", "yarn:factor=4"), ("gemma4", "pi:factor=4"), ("gemma4", "default")):
-        folder, out = saved(tmp_path / f"{family}-{method}", family=family), tmp_path / "out.gguf"
+        folder = saved(tmp_path / f"{family}-{method}", family=family)
+        out = tmp_path / "out.gguf"
         export(folder, out, to="gguf", converter=converter, method=method, overwrite=True)
         full = {table.layer_type: table for table in inspect_model(rope_patch.load(folder, method)).tables}
         expected = full.get(None, full.get("full_attention"))
@@ -178,7 +183,9 @@ def test_a_window_is_warned_of(tmp_path, converter):
     ],
 )
 def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(tmp_path, script, message):
-    folder, out, converter = saved(tmp_path / "folder"), tmp_path / "out.gguf", tmp_path / "convert.py"
+    folder = saved(tmp_path / "folder")
+    out = tmp_path / "out.gguf"
+    converter = tmp_path / "convert.py"
     out.write_bytes(b"precious")
     converter.write_text(script)
     words = ("export", folder, "--to", "gguf", "--converter", converter, "--method", "pi:factor=4", "-o", out)
@@ -188,7 +195,8 @@ def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(tmp_pat
 
 def test_what_a_converter_prints_is_read_whatever_the_locale(tmp_path, monkeypatch):
     monkeypatch.setattr("locale.getencoding", lambda: "ascii")
-    folder, converter = saved(tmp_path / "folder"), tmp_path / "convert.py"
+    folder = saved(tmp_path / "folder")
+    converter = tmp_path / "convert.py"
     converter.write_text(r"import sys; sys.stderr.buffer.write('Modell für █ fehlt'.encode() + b' \xff'); sys.exit(1)")
     with pytest.raises(ValueError, match="Modell für █ fehlt \ufffd"):
         export(folder, tmp_path / "out.gguf", to="gguf", converter=converter)

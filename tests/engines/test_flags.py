@@ -65,7 +65,8 @@ OPTIONS = {"vllm": ("--hf-overrides", "--max-model-len"), "sglang": ("--json-mod
 @pytest.mark.parametrize("method", METHODS)
 def test_overrides_of_engines_give_the_table_in_transformers(base, program, method):
     """vLLM sets a key in the place of the old one, and SGLang merges a dictionary into it."""
-    written, config = flags(base, method, program, target_length=256), AutoConfig.from_pretrained(base)
+    written = flags(base, method, program, target_length=256)
+    config = AutoConfig.from_pretrained(base)
     overrides, length = OPTIONS[program]
     for key, value in json.loads(option(written.lines, overrides)).items():
         merges = program == "sglang" and isinstance(value, dict)

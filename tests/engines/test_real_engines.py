@@ -144,7 +144,8 @@ def test_engines_do_what_doctor_says(program, cases, folders, expected, compared
 
 def test_vllm_runs_an_unchanged_checkpoint_by_what_doctor_prints(folders, expected, tmp_path):
     """The lines that are printed go through a shell's quoting and vLLM's own parser of options."""
-    cases, rows = [], {}
+    cases = []
+    rows = {}
     for name, method in itertools.product(("toy-llama", "toy-gemma3"), METHODS[:5]):
         base = folders[f"{name} base"]
         arguments = ("--method", method_of(method, base), "--for", "vllm", "--target-length", TARGET)

@@ -52,7 +52,8 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
 
 def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
     model, tokenizer = bundled
-    result, suite = compared(model, tokenizer, ["default", "yarn:factor=4"], **SMALL), suite_of(tokenizer, **SMALL)
+    result = compared(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
+    suite = suite_of(tokenizer, **SMALL)
     for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
         with rope_patch.patched(model, method):
             alone = suite.run(model)
@@ -182,8 +183,11 @@ def test_a_failure_names_its_method(bundled):
 
 def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     model, tokenizer = bundled
-    methods, journal, stock = ["default", "yarn:factor=4"], tmp_path / "finished.jsonl", module_of(model)
-    whole, used = compared(model, tokenizer, methods, **SMALL), []
+    methods = ["default", "yarn:factor=4"]
+    journal = tmp_path / "finished.jsonl"
+    stock = module_of(model)
+    whole = compared(model, tokenizer, methods, **SMALL)
+    used = []
 
     def stop(name, tokens):
         used.append(name)
@@ -193,7 +197,9 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     with listen(stop), pytest.raises(KeyboardInterrupt):
         compared(model, tokenizer, methods, **SMALL, resume=journal)
     assert module_of(model) is stock, "interrupted, the model is as it was"
-    used, options, stored = [], {**SMALL, "resume": journal}, []
+    used = []
+    options = {**SMALL, "resume": journal}
+    stored = []
     with listen(lambda stage, tokens: used.append(tokens), on_more=stored.append):
         assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
     assert 0 < sum(used) == 2 * tokens_to_read(whole.spec) + sum(stored), "what is stored is taken off"
@@ -212,7 +218,8 @@ def test_a_file_of_another_kind_is_not_written_to(tmp_path, said):
 
 
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
-    folder, out = tmp_path / "adapter", tmp_path / "out"
+    folder = tmp_path / "adapter"
+    out = tmp_path / "out"
     model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
     rope_patch.save(lora(model), folder)
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
@@ -244,7 +251,9 @@ def test_the_command_refuses_before_it_writes(tmp_path, arguments, message):
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, monkeypatch, kind):
-    journal, said, written = tmp_path / "out" / "finished.jsonl", tmp_path / "said.txt", []
+    journal = tmp_path / "out" / "finished.jsonl"
+    said = tmp_path / "said.txt"
+    written = []
     asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4", "--lengths", "64", "--no-report"]
     asked += ["--samples", "2", "--windows", "3", "-o", str(journal.parent), "--threads", "1"]
     asked += ["--text", DOMAINS, "--haystack", DOMAINS]

@@ -119,7 +119,8 @@ CHANGES = {
 
 @pytest.mark.parametrize(("measure", "part"), [(kind, part) for kind, parts in CHANGES.items() for part in parts])
 def test_a_number_is_stored_under_all_that_makes_it(measure, part):
-    model, stored = small(), {}
+    model = small()
+    stored = {}
     before = [measure(model, stored)]
     if part in ("longer continuation", "chunk of a continuation"):
         CHANGES[measure]["continuation"](model, stored)
@@ -144,14 +145,18 @@ PARTS_OF_THE_MODEL = {
 def test_another_model_is_measured_again(measure, part):
     stored = {}
     measure(small(), stored)
-    model, finished = small(), len(stored)
+    model = small()
+    finished = len(stored)
     PARTS_OF_THE_MODEL[part](model)
     assert measure(model, stored) == measure(model, None) and len(stored) > finished
 
 
 def test_a_model_that_was_changed_in_memory_is_named_in_one_line_and_found_again_when_it_is_changed_back():
-    model, stored, said = small(), {}, []
-    layer, attention = model.model.layers[0], model.model.layers[0].self_attn
+    model = small()
+    stored = {}
+    said = []
+    layer = model.model.layers[0]
+    attention = model.model.layers[0].self_attn
     with listen(on_sentence=said.append):
         found = []
         for scaling in (attention.scaling, 1.0, attention.scaling):
@@ -190,7 +195,8 @@ def with_a_mended_task(model, tokenizer, monkeypatch):
 @pytest.mark.parametrize("measure", [ask, needle])
 @pytest.mark.parametrize("change", [with_a_mended_decoder, with_other_stops, with_a_mended_task])
 def test_answers_are_graded_by_what_grades_now(measure, change, monkeypatch):
-    model, stored = bold(), {}
+    model = bold()
+    stored = {}
     before = measure(model, stored)
     change(model, TOKENIZER, monkeypatch)
     read, found = tokens_read(model, lambda model: measure(model, stored))
@@ -206,7 +212,10 @@ def rounded(x, dim, bits):
 
 
 def test_a_format_that_reads_a_value_at_run_time_is_measured_anew():
-    settings, model, stored, found = {"bits": 2}, small(), {}, []
+    settings = {"bits": 2}
+    model = small()
+    stored = {}
+    found = []
 
     class Reading(Format, name="reading"):
         bits = 8
@@ -225,7 +234,8 @@ def test_a_format_that_reads_a_value_at_run_time_is_measured_anew():
 
 
 def test_weights_are_hashed_once_and_fixed_tokens_read_once_a_patch(monkeypatch):
-    model, counts = small(), {"weights_digest": 0, "fixed_logits": 0}
+    model = small()
+    counts = {"weights_digest": 0, "fixed_logits": 0}
     for name in counts:
         original = getattr(finished_work, name)
 

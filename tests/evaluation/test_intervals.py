@@ -53,7 +53,9 @@ def test_paired_shares_are_antisymmetric_and_keep_their_distance_from_certainty(
 
 @pytest.mark.parametrize("shares", [(0.5, 0.2, 0.1, 0.2), (0.85, 0.1, 0.0, 0.05), (0.0, 0.6, 0.3, 0.1)])
 def test_paired_shares_cover_what_they_say(shares):
-    rng, true, covered = random.Random(0), shares[1] - shares[2], 0
+    rng = random.Random(0)
+    true = shares[1] - shares[2]
+    covered = 0
     for _ in range(1500):
         drawn = rng.choices(range(4), shares, k=25)
         low, high = paired_shares(*pairs(*(drawn.count(i) for i in range(4))))
@@ -96,7 +98,9 @@ def test_intervals_of_haystacks_cover_what_they_say():
     Of four haystacks with five prompts each, 70 % of the variance is the haystack's own. Taken as 20 independent
     prompts, the interval covers too little: why haystacks are counted.
     """
-    rng, covered, independent = random.Random(0), 0, 0
+    rng = random.Random(0)
+    covered = 0
+    independent = 0
     for _ in range(400):
         share = rng.uniform(0.02, 0.98)
         limit = stats.norm.ppf(share)

@@ -35,7 +35,8 @@ def suite(request):
 
 @torch.no_grad()
 def test_it_gives_what_whole_passes_of_transformers_give(model, suite):
-    result, losses = suite.run(model), {}
+    result = suite.run(model)
+    losses = {}
     for number, one in enumerate(suite.laden):
         ids = one.window.source.ids[: 512 - suite.room]
         found = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1].double(), ids[1:], reduction="none")
@@ -61,7 +62,8 @@ def test_the_needle_stands_between_words_in_the_middle_and_does_not_count(suite)
     needle = {"passkey": "The pass key is", "niah": "The magic number of"}[suite.task]
     for one in suite.laden:
         (place,) = places(one)
-        shown, answer = TOKENIZER.decode(one.window.source.ids[place : place + 24].tolist()), one.question.parts[0]
+        shown = TOKENIZER.decode(one.window.source.ids[place : place + 24].tolist())
+        answer = one.question.parts[0]
         assert shown.strip().startswith(needle) and answer in shown
         size = len(TOKENIZER(shown[: shown.index(answer) + len(answer) + 1])["input_ids"])
         assert not one.is_text[place : place + size].any() and one.is_text[place - 1]
@@ -71,14 +73,16 @@ def test_the_needle_stands_between_words_in_the_middle_and_does_not_count(suite)
 
 def test_the_text_is_that_of_plain_windows():
     spec = EvalSpec([256, 512], windows=3)
-    plain, suite = EvalSuite(spec, TOKENIZER, text=TEXT), NeedleSuite(spec, TOKENIZER, TEXT)
+    plain = EvalSuite(spec, TOKENIZER, text=TEXT)
+    suite = NeedleSuite(spec, TOKENIZER, TEXT)
     for one, window in zip(suite.laden, plain.windows, strict=True):
         assert torch.equal(one.window.source.ids[: places(one)[0]], window.ids[: places(one)[0]])
         assert torch.equal(one.window.source.ids[-200:], window.ids[-200:])
 
 
 def test_finished_windows_are_not_read_again(model, suite):
-    stored, read = {}, []
+    stored = {}
+    read = []
 
     def stop(stage, tokens):
         read.append(tokens)

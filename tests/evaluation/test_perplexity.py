@@ -32,7 +32,8 @@ VOCABULARY = 96
     [*((family, "p_rope:p=0.5") for family in ARCHITECTURES), ("llama", "default"), ("gemma3", "yarn")],
 )
 def test_perplexity_equals_the_naive_computation(family, spec):
-    model, rows = bold_model(family), ids(60, batch=3)
+    model = bold_model(family)
+    rows = ids(60, batch=3)
     stock = naive(model, rows)
     method = method_for("yarn") if spec == "yarn" else rope_patch.parse(spec)
     with rope_patch.patched(model, method):
@@ -52,7 +53,8 @@ def test_logits_of_all_tokens_never_exist():
     def rows(tensor):
         return tensor.shape[:-1].numel() if tensor.shape[-1] == VOCABULARY else 0
 
-    model, row = bold_model(), ids(700, batch=1)
+    model = bold_model()
+    row = ids(700, batch=1)
     with Largest(rows) as widest:
         result = perplexity(model, row)
     assert 0 < widest.largest <= LOGITS_AT_ONCE == 256
@@ -62,7 +64,8 @@ def test_logits_of_all_tokens_never_exist():
 def test_logits_are_scaled_as_the_model_scales_them():
     torch.manual_seed(0)
     config = GraniteConfig(**SIZE, initializer_range=0.2, logits_scaling=8.0)
-    model, rows = AutoModelForCausalLM.from_config(config).eval(), ids(20)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = ids(20)
     assert perplexity(model, rows).nll == pytest.approx(float(naive(model, rows).mean()), abs=1e-5)
 
 
@@ -82,7 +85,8 @@ def test_logits_are_scaled_as_the_model_scales_them():
 )
 def test_chunked_prefill_equals_one_pass(family, spec):
     """Windows of 60 tokens: longer than the sliding window of every family that has one (32 or 16)."""
-    model, rows = bold_model(family), ids(60, batch=2)
+    model = bold_model(family)
+    rows = ids(60, batch=2)
     with rope_patch.patched(model, method_for(spec)):
         whole = perplexity(model, rows, buckets=range(1, 61))
         for chunk in (1, 7, 16, 33, 59):
@@ -96,7 +100,8 @@ def test_chunked_prefill_equals_one_pass(family, spec):
 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_factory_is_asked_for_one_cache_per_window(chunk):
-    model, rows = bold_model("gemma3"), ids(40, batch=3)
+    model = bold_model("gemma3")
+    rows = ids(40, batch=3)
     caches = Caches(model)
     result = perplexity(model, rows, cache=caches, chunk=chunk)
     assert len(caches.made) == 3
@@ -105,7 +110,8 @@ def test_the_factory_is_asked_for_one_cache_per_window(chunk):
 
 
 def test_the_cache_of_chunks_forgets_what_sliding_layers_do_not_read():
-    model, seen = bold_model("gemma3"), set()
+    model = bold_model("gemma3")
+    seen = set()
 
     def keep(module, args, kwargs):
         seen.add(cache_in(kwargs))
@@ -119,8 +125,10 @@ def test_the_cache_of_chunks_forgets_what_sliding_layers_do_not_read():
 
 def test_windows_of_a_model_with_sliding_layers_are_read_in_chunks_unless_asked_otherwise(monkeypatch):
     monkeypatch.setattr(scoring, "SLIDING_CHUNK", 20)
-    hybrid, rows = bold_model("gemma3"), ids(60, batch=2)
-    chunked, whole = perplexity(hybrid, rows), perplexity(hybrid, rows, chunk=60)
+    hybrid = bold_model("gemma3")
+    rows = ids(60, batch=2)
+    chunked = perplexity(hybrid, rows)
+    whole = perplexity(hybrid, rows, chunk=60)
     assert (chunked.chunk, perplexity(bold_model(), rows).chunk) == (20, 60)
     assert chunked.nll == pytest.approx(whole.nll, abs=1e-6)
 
@@ -133,7 +141,8 @@ def by_hand(model, row, window, stride, special=0):
 
     Each window begins with the first ``special`` tokens of the row.
     """
-    scored, starts = {}, [0]
+    scored = {}
+    starts = [0]
     while starts[-1] + window < len(row):
         starts.append(min(starts[-1] + stride, len(row) - window))  # the last one ends with the text
     for start in starts:
@@ -147,7 +156,9 @@ def by_hand(model, row, window, stride, special=0):
     ("length", "window", "stride"), [(50, 16, 5), (50, 16, 16), (48, 16, 16), (50, 50, 7), (33, 16, 15)]
 )
 def test_each_token_is_scored_once_with_the_most_context(length, window, stride):
-    model, text, reports = bold_model(), ids(length, batch=1)[0], []
+    model = bold_model()
+    text = ids(length, batch=1)[0]
+    reports = []
     scored, windows = by_hand(model, text, window, stride)
     low = (min(position for position, _ in scored.values()) + window) // 2
     options = {"window": window, "stride": stride, "buckets": (low, window)}
@@ -161,16 +172,19 @@ def test_each_token_is_scored_once_with_the_most_context(length, window, stride)
 
 
 def test_a_text_is_one_window_by_default_and_rows_are_windows_already():
-    model, text = bold_model(), ids(48, batch=1)[0]
+    model = bold_model()
+    text = ids(48, batch=1)[0]
     one = perplexity(model, text)
     assert (one.windows, one.window, one.stride, one.chunk, one.tokens) == (1, 48, 48, 48, 47)
     assert one == perplexity(model, text[None]) == perplexity(model, text.tolist())
-    cut, rows = perplexity(model, text, window=16), perplexity(model, text.reshape(3, 16))
+    cut = perplexity(model, text, window=16)
+    rows = perplexity(model, text.reshape(3, 16))
     assert cut.nll == rows.nll and cut.documents[1].name == "row 0[16:32]"
 
 
 def test_buckets_hold_their_positions_and_no_others():
-    model, rows = bold_model(), ids(40, batch=3)
+    model = bold_model()
+    rows = ids(40, batch=3)
     losses = naive(model, rows).double()  # position p is column p - 1
     result = perplexity(model, rows, buckets=(0, 2, 8, 40))
     for bucket, columns in zip(result.buckets, (slice(0, 1), slice(1, 7), slice(7, 39)), strict=True):
@@ -183,7 +197,8 @@ def test_buckets_hold_their_positions_and_no_others():
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_no_gradient_is_kept_and_nothing_is_left_behind(mode):
-    model, rows = bold_model().train(mode), ids(20)
+    model = bold_model().train(mode)
+    rows = ids(20)
     with torch.enable_grad():
         perplexity(model, rows)
     assert model.training is mode and all(p.grad is None for p in model.parameters())
@@ -197,7 +212,8 @@ def test_no_gradient_is_kept_and_nothing_is_left_behind(mode):
     [(None, math.nan, 0), (None, math.inf, 298), (100, -math.inf, 290), (77, math.nan, 76)],
 )
 def test_logits_that_are_not_finite_are_named_by_the_token_they_predict(chunk, bad, position):
-    model, row = bold_model(), ids(300, batch=1)
+    model = bold_model()
+    row = ids(300, batch=1)
     done = 0
 
     def spoil(module, args, logits):
@@ -246,7 +262,9 @@ def test_perplexity_refuses_before_it_runs(tokens, arguments, message):
 class Letters:
     """A fast tokenizer of characters: ids 3 and up, offsets as a fast tokenizer tells them."""
 
-    bos_token_id, eos_token_id, is_fast = 1, 2, True
+    bos_token_id = 1
+    eos_token_id = 2
+    is_fast = True
 
     def __call__(self, text, *, add_special_tokens, verbose=True, return_offsets_mapping=False):
         assert add_special_tokens is False
@@ -261,7 +279,8 @@ def test_documents_are_scored_whole_each_with_its_own_sum(batch, chunk, stride):
     """Without a stride a window, which begins with a special token, has 23 tokens of its text."""
     model = bold_model("gemma3")  # whose sliding layers see 16 tokens, padding or not
     texts = ["The first document is about rivers — and mountains.", "Short.", "A third one, longer. " * 4, "Short.", ""]
-    documents, sizes = list(encode(Letters(), texts)), [len(text.encode()) for text in texts]
+    documents = list(encode(Letters(), texts))
+    sizes = [len(text.encode()) for text in texts]
     expected = [by_hand(model, document.ids, 24, stride or 23, special=1)[0] for document in documents[:4]]
     sums = [sum(loss for _, loss in scored.values()) for scored in expected]
     result = perplexity(model, iter(documents), window=24, stride=stride, batch=batch, chunk=chunk)
@@ -286,7 +305,8 @@ def test_without_a_first_token_the_bytes_of_what_is_not_predicted_are_not_counte
 
 
 def test_documents_are_read_one_at_a_time():
-    asked, reports = [], []
+    asked = []
+    reports = []
 
     def stream():
         for i in range(6):
@@ -299,7 +319,8 @@ def test_documents_are_read_one_at_a_time():
 
 
 def test_kept_windows_are_not_scored_again(tmp_path):
-    model, rows = bold_model(), ids(40, batch=5)
+    model = bold_model()
+    rows = ids(40, batch=5)
     whole = perplexity(model, rows, buckets=(0, 20, 40))
     done = 0
 
@@ -328,7 +349,8 @@ def test_positions_that_no_document_reaches_are_left_out():
 def test_a_table_that_changes_with_the_length_is_read_whole_or_not_at_all():
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}
     spelled = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    model, rows = bold_model("phi3", rope_parameters=spelled, max_position_embeddings=64), ids(40, batch=1)
+    model = bold_model("phi3", rope_parameters=spelled, max_position_embeddings=64)
+    rows = ids(40, batch=1)
     assert perplexity(model, rows).nll == pytest.approx(naive(model, rows).mean().item(), abs=1e-5)
     for options in ({"chunk": 8}, {"cache": DynamicCache}):
         with pytest.raises(ValueError, match="freeze_at"):
@@ -342,7 +364,8 @@ def test_a_table_that_changes_with_the_length_is_read_whole_or_not_at_all():
 def test_offloaded_weights_are_read_where_they_go(tmp_path):
     from accelerate import disk_offload
 
-    rows, model = ids(40), bold_model(tie_word_embeddings=False)
+    rows = ids(40)
+    model = bold_model(tie_word_embeddings=False)
     expected = perplexity(model, rows, chunk=8).nll
     disk_offload(model, offload_dir=str(tmp_path), execution_device="cpu")
     assert perplexity(model, rows, chunk=8, resume={}).nll == pytest.approx(expected, abs=1e-6)
@@ -355,7 +378,8 @@ def test_reading_in_chunks_makes_no_mask_and_no_copy_of_the_cache(family, batch)
     def elements(tensor):
         return tensor.numel() if tensor.ndim == 4 and tensor.shape[-1] > 400 else 0
 
-    model, rows = bold_model(family, num_key_value_heads=1, max_position_embeddings=1024), ids(512, batch=batch)
+    model = bold_model(family, num_key_value_heads=1, max_position_embeddings=1024)
+    rows = ids(512, batch=batch)
     with Largest(elements) as seen:
         perplexity(model, rows, chunk=128, batch=batch)
     assert seen.largest <= 64 * 512
@@ -367,7 +391,8 @@ def test_reading_in_chunks_makes_no_mask_and_no_copy_of_the_cache(family, batch)
 
 
 def test_the_attention_chosen_since_is_kept():
-    model, rows = bold_model(), ids(40)
+    model = bold_model()
+    rows = ids(40)
     reader = scoring.Reader(model)
     for chosen in ("sdpa", "eager"):
         model.set_attn_implementation(chosen)

@@ -73,7 +73,8 @@ def test_one_needle_stands_at_its_depth_in_an_unbroken_stretch_of_the_haystack()
     assert len({p.parts for p in prompts}) == 4, "each has a key of its own"
     for prompt, depth in zip(prompts, depths, strict=True):
         (key,) = prompt.parts
-        needle, question = f" The pass key is {key}. Remember it.", " What is the pass key? The pass key is "
+        needle = f" The pass key is {key}. Remember it."
+        question = " What is the pass key? The pass key is "
         assert prompt.depths == (depth,) and re.fullmatch(r"\d{5}", key) and prompt.text.endswith(question)
         before, after = prompt.text[: -len(question)].split(needle)
         assert (before + after).strip() in HAY.text

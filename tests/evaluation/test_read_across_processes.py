@@ -49,7 +49,9 @@ def compare_with(model, tokenizer, cache, on_tokens=slowly, on_more=None):
 
 def measured(model, tokenizer, folder):
     """What a process finds, the comparison a second time from the result cache."""
-    reports, announced, cache = [], [], folder / "cache.jsonl"
+    reports = []
+    announced = []
+    cache = folder / "cache.jsonl"
 
     def on_tokens(stage, tokens):
         reports.append(tokens)
@@ -104,7 +106,8 @@ def share(rank, model, tokenizer, folder):
 @pytest.fixture(scope="module")
 def outcomes(bundled, tmp_path_factory):
     """What one process finds, and what each of two, which go on from what a third one had finished when it stopped."""
-    (model, tokenizer), (two, one) = bundled, map(tmp_path_factory.mktemp, ("two", "one"))
+    (model, tokenizer) = bundled
+    (two, one) = map(tmp_path_factory.mktemp, ("two", "one"))
     run(*COMMAND, str(one / "command"))  # first: all processes inherit the text that is encoded by then
     single = measured(model, tokenizer, one)
 

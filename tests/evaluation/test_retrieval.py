@@ -127,7 +127,8 @@ def test_what_prompts_share_is_read_once():
 
 def test_with_a_cache_answers_are_read_a_token_at_a_time():
     model = bold()
-    caches, prompts = Caches(model), MAKER.prompts("passkey", 100, [0.5])
+    caches = Caches(model)
+    prompts = MAKER.prompts("passkey", 100, [0.5])
     with spy_ids(model) as seen:
         answer_prompts(Reader(model), [prompts], cache=caches)
     sizes = [ids.shape[1] for ids in seen]
@@ -144,7 +145,8 @@ def test_logits_that_are_not_finite_are_refused(bad, cached):
 
 
 def test_prompts_of_different_lengths_do_not_share_a_grid():
-    one, other = MAKER.prompts("passkey", 100, [0.5]), MAKER.prompts("passkey", 101, [0.5])
+    one = MAKER.prompts("passkey", 100, [0.5])
+    other = MAKER.prompts("passkey", 101, [0.5])
     with pytest.raises(ValueError, match="length"):
         answer_prompts(Reader(bold()), [one, other])
 
@@ -155,7 +157,8 @@ def test_prompts_of_different_lengths_do_not_share_a_grid():
 @pytest.mark.parametrize(("batch_tokens", "cached"), [(1, True), (2 * 400, False)])
 def test_exact_matches_are_those_of_greedy_generation(batch_tokens, cached):
     """At 400 tokens, of 256 that it was trained on, the model knows some."""
-    model, asked = bundled("llama"), {**ASKED, "lengths": [400]}
+    model = bundled("llama")
+    asked = {**ASKED, "lengths": [400]}
     columns = [MAKER.prompts("passkey", 400, ASKED["depths"], sample=i) for i in range(4)]
     cache = Caches(model) if cached else None
     result = retrieval(model, TOKENIZER, **asked, batch_tokens=batch_tokens, cache=cache)
@@ -227,7 +230,9 @@ def test_a_model_in_training_is_measured_in_eval_mode():
 
 
 def test_finished_haystacks_are_kept(tmp_path):
-    model, journal, reports = bold(), tmp_path / "finished.jsonl", []
+    model = bold()
+    journal = tmp_path / "finished.jsonl"
+    reports = []
     asked = {**ASKED, "batch_tokens": 1}
     with spy_ids(model) as seen:
         whole = retrieval(model, TOKENIZER, **asked)
@@ -249,7 +254,8 @@ def test_finished_haystacks_are_kept(tmp_path):
 
 
 def test_accuracy_is_over_the_depths_of_one_length():
-    yes, no = [True], [False]
+    yes = [True]
+    no = [False]
     result = retrieval_of({(256, 0.0): yes * 5, (256, 1.0): yes * 3 + no * 2, (512, 0.0): yes + no * 9})
     assert result.accuracy(256) == 0.8 and result.accuracy(512) == 0.1
     assert result.interval(512) == wilson(1, 10), "one depth: a prompt of each haystack"

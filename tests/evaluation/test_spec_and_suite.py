@@ -71,7 +71,9 @@ def test_a_suite_of_an_unknown_task_is_refused(tokenizer):
 
 
 def test_a_suite_gives_what_its_parts_give(tokenizer):
-    model, suite, read = bold_model(vocab_size=len(tokenizer)), suite_of(tokenizer, tasks=["niah", "vt"], **ASKED), []
+    model = bold_model(vocab_size=len(tokenizer))
+    suite = suite_of(tokenizer, tasks=["niah", "vt"], **ASKED)
+    read = []
     with listen(lambda stage, tokens: read.append(tokens)):
         result = suite.run(model)
     assert result.perplexity == perplexity(model, suite.windows, window=128, buckets=suite.spec.edges, batch=128)
@@ -85,7 +87,8 @@ def test_a_suite_gives_what_its_parts_give(tokenizer):
 
 
 def test_prompts_and_windows_are_made_once_for_several_models(tokenizer, monkeypatch):
-    suite, encoded = suite_of(tokenizer, **ASKED), []
+    suite = suite_of(tokenizer, **ASKED)
+    encoded = []
     first = suite.run(bold_model(vocab_size=len(tokenizer)))
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *texts, **_: encoded.append(texts))
     assert suite.run(bold_model(vocab_size=len(tokenizer))) == first and not encoded
@@ -111,7 +114,9 @@ def worst_window(monkeypatch):
     class WorstWindow(Metric, name="worst_window"):
         """The loss of each window, of which the worst is shown."""
 
-        unit, lower_is_better, of_text = "nats/token", True, True
+        unit = "nats/token"
+        lower_is_better = True
+        of_text = True
 
         def values(self, result, span):
             return [document.total_nll / document.total_tokens for document in result.perplexity.documents]
@@ -137,7 +142,8 @@ def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_wind
 
 
 def test_a_metric_that_is_entered_has_a_say_in_the_verdict(worst_window):
-    base, worse = by_hand("none", BASE), by_hand("s", off(0.01, 0.011, 0.009, 0.01))
+    base = by_hand("none", BASE)
+    worse = by_hand("s", off(0.01, 0.011, 0.009, 0.01))
     verdict = verdict_of(worse, base, 8, Limits())
     assert verdict.kind == "unsafe", "one per cent of perplexity is tolerated, but this metric tolerates nothing"
 

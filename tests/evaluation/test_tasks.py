@@ -65,7 +65,9 @@ FACT = r" ([A-Z][a-z]+) (went to|took|put down) the ([a-z]+)\."
 
 def told(text):
     """What the facts of a text say, in order: where each person was, and each thing as long as it was known."""
-    place, owner, been = {}, {}, {}
+    place = {}
+    owner = {}
+    been = {}
     for person, did, what in re.findall(FACT, text):
         if did == "went to":
             place[person] = what

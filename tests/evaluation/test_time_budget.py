@@ -18,7 +18,8 @@ from rope_patch.runtime.text import parse_duration
 
 
 def test_twice_the_parameters_read_half_as_much():
-    small, large = tiny_model(vocab_size=64), tiny_model(vocab_size=4096)
+    small = tiny_model(vocab_size=64)
+    large = tiny_model(vocab_size=4096)
     ratio = sum(p.numel() for p in large.parameters()) / sum(p.numel() for p in small.parameters())
     assert ratio > 1.5
     assert default_tokens(small) / default_tokens(large) == pytest.approx(ratio, rel=1e-3)
@@ -40,7 +41,9 @@ def test_the_speed_of_a_model_is_measured_and_its_mode_is_kept():
 )
 def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, rows, speed):
     """With a time that passes only while rows are read."""
-    now, shapes, model = [0.0], [], tiny_model()
+    now = [0.0]
+    shapes = []
+    model = tiny_model()
 
     def read(reader, ids, first, chunk):
         shapes.append(tuple(ids.shape))
@@ -56,9 +59,11 @@ def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, 
 
 
 def test_a_token_takes_more_operations_the_more_it_attends_to():
-    model, hybrid = tiny_model(), tiny_model()
+    model = tiny_model()
+    hybrid = tiny_model()
     weights = sum(p.numel() for p in model.parameters())
-    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    width = model.config.hidden_size
+    layers = model.config.num_hidden_layers
     assert operations(model, 1000) == weights + layers * width * 1000
     hybrid.config.layer_types = ["full_attention"] + ["sliding_attention"] * (layers - 1)
     assert operations(hybrid, 1000) == weights + width * 1000
@@ -67,7 +72,8 @@ def test_a_token_takes_more_operations_the_more_it_attends_to():
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):
     speeds = iter([10.0, 1000.0, 20.0])
     monkeypatch.setattr(budget, "tokens_per_second", lambda *_, **__: next(speeds))
-    model, path = tiny_model(), tmp_path / "finished.jsonl"
+    model = tiny_model()
+    path = tmp_path / "finished.jsonl"
 
     def planned():
         return speed(model, 64, path)

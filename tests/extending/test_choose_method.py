@@ -14,7 +14,8 @@ from rope_patch.evaluation.retrieval.measure import RetrievalCell, RetrievalResu
 from rope_patch.extending.choose_method import MethodEvaluator
 from rope_patch.tables import RotaryTable
 
-TRAINED, TARGET = 16, 32
+TRAINED = 16
+TARGET = 32
 EDGES = (0, *range(2, 33, 2))  # a sixteenth of the target each
 SPREAD = [0.02 * (i % 5 - 2) for i in range(10)]  # of ten windows around their mean
 
@@ -201,7 +202,8 @@ def test_what_is_chosen_is_itself_better_than_the_unpatched_model():
 
 
 def test_a_perplexity_that_is_no_number_is_never_chosen():
-    broken, works = row("yarn", end=math.nan), row("mrrope", end=2.2)
+    broken = row("yarn", end=math.nan)
+    works = row("mrrope", end=2.2)
     for rows in itertools.permutations([broken, works]):
         assert choose(*rows).method == choose(*rows, conditions=False).method == "mrrope"
     found = choose(broken, row("ntk", within=math.nan))

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5}
-MANY, FEW = 13_400, 4_100  # tokens, so that a budget gives the same rounds on every machine
+MANY = 13_400
+FEW = 4_100  # tokens, so that a budget gives the same rounds on every machine
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,8 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def extended(llama, tmp_path_factory):
-    folder, said = tmp_path_factory.mktemp("extend") / "out", []
+    folder = tmp_path_factory.mktemp("extend") / "out"
+    said = []
     with listen(on_sentence=said.append):
         outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, **QUICK)
     return outcome, said
@@ -77,7 +79,8 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     assert not {"BASE_README.md", "extend.yaml"} & {path.name for path in restored.iterdir()}
     assert (restored / "README.md").read_bytes() == (LLAMA / "README.md").read_bytes()
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
-    ids, root = torch.arange(5, 405)[None], outcome.output.parent
+    ids = torch.arange(5, 405)[None]
+    root = outcome.output.parent
     with rope_patch.patched(llama, "yarn", factor=2.0), torch.no_grad():
         assert torch.equal(stock_logits(root, ids, "out")["out"], llama(ids, use_cache=False).logits)
     assert rope_patch.inspect(llama).record is None, "the model is as it was"
@@ -148,7 +151,8 @@ def test_two_runs_do_not_write_one_output(llama, tmp_path):
 def test_card_and_terms_of_a_base_on_the_hub_are_kept_as_far_as_they_can_be_had(
     extended, llama, tmp_path, monkeypatch, reached
 ):
-    remote, out = tmp_path / "remote", tmp_path / "out"
+    remote = tmp_path / "remote"
+    out = tmp_path / "out"
     remote.mkdir()
     texts = {"README.md": "---\nlicense: llama3\nlanguage: [en, de]\n---\nThe base.", "LICENSE": "the licence"}
     for name, text in texts.items():
@@ -190,7 +194,8 @@ def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llam
 
 
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
-    settings, read = from_dict(ExtendSettings, {"model": "llama", **QUICK}), []
+    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK})
+    read = []
     run = Run(llama, TOKENIZER, settings, tmp_path / "out", MANY)
     rounds, _ = run.plan()
     announced = []
@@ -209,7 +214,9 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     ids=["both", "niah", "neither"],
 )
 def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, answered, asked, read):
-    settings, said, probes = from_dict(ExtendSettings, {"model": "llama", **QUICK}), [], []
+    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK})
+    said = []
+    probes = []
 
     def graded(suite, model, resume):
         probes.append(suite)
@@ -236,7 +243,8 @@ def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2), (4.0, 1)])
 def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds):
     model = bold(max_position_embeddings=256)
-    settings, now = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20}), [0.0]
+    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
+    now = [0.0]
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("rope_patch.extending.choose_method.MethodEvaluator.settled", lambda *_, **__: False)
@@ -411,7 +419,8 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
 def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_path, monkeypatch):
     options = {**QUICK, "methods": ["yarn"], "budget": 60, "tokens": 41_000, "train": True, "train_rows": 16}
     whole = extend(llama, TOKENIZER, output=tmp_path / "whole", **options)
-    rows, step = [], Trainer.training_step
+    rows = []
+    step = Trainer.training_step
 
     def counted(trainer, *arguments, **keywords):
         rows.append(trainer.state.global_step)
@@ -437,7 +446,8 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
 def test_another_training_does_not_go_on_with_an_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.training.finetune.finetune", lambda *_, **__: None)
     options = ExtendSettings("tiny", 128, methods=("yarn",), train=True, evaluation=EvalSpec((128,)))
-    model, tokenizer = bold(), copy.deepcopy(TOKENIZER)
+    model = bold()
+    tokenizer = copy.deepcopy(TOKENIZER)
 
     def folder(method="yarn:factor=2", steps=1):
         return train_adapter(model, tokenizer, method, options, Training("pose", 64, steps), tmp_path)
@@ -460,7 +470,8 @@ def test_on_a_gpu_a_family_that_no_plan_covers_is_trained_on_short_rows(tmp_path
 
 
 def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
-    text, said = tmp_path / "text.txt", []
+    text = tmp_path / "text.txt"
+    said = []
     text.write_text("The longest river of Africa is the Nile. " * 80)
     options = ExtendSettings("tiny", 512, methods=("yarn",), evaluation=EvalSpec((512,), text=str(text)))
     with listen(on_sentence=said.append):

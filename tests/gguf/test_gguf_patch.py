@@ -70,7 +70,8 @@ def test_every_tensor_but_the_factors_is_the_same_bytes(base, tmp_path, method):
 
 def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
-    before, after = keys(base), keys(tmp_path / "out.gguf")
+    before = keys(base)
+    after = keys(tmp_path / "out.gguf")
     assert {name for name in after if after[name] != before.get(name)} == {
         "llama.context_length",
         "llama.rope.scaling.type",
@@ -245,7 +246,8 @@ def test_a_disk_without_room_is_noticed_first(base, tmp_path, monkeypatch):
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-    shape, kind = (1024, 1024), gguf.GGMLQuantizationType.F32  # 4 MiB
+    shape = (1024, 1024)
+    kind = gguf.GGMLQuantizationType.F32  # 4 MiB
     pieces = [Piece(f"blk.{i}", shape, kind, lambda: np.zeros(shape, np.float32)) for i in range(12)]
     keys = list(open_gguf(stated(tmp_path / "m.gguf", "llama")).keys.values())
     own = write_gguf(gguf_of(keys, pieces), tmp_path / "own.gguf")
@@ -268,7 +270,8 @@ def test_an_interrupt_leaves_nothing(base, tmp_path):
 
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
     """An array of arrays: the name, the type 9, arrays of 2 numbers of the type 3."""
-    name, parts = "some.nested", [struct.pack("<IQ2h", 3, 2, i, i + 1) for i in (1, 5)]
+    name = "some.nested"
+    parts = [struct.pack("<IQ2h", 3, 2, i, i + 1) for i in (1, 5)]
     raw = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IIQ", 9, 9, 2) + b"".join(parts)
     nested = Key(name, raw, lambda: None)
     patch_gguf(rewritten(base, tmp_path / "own.gguf", [nested]), "yarn:factor=4", tmp_path / "out.gguf")
@@ -276,7 +279,8 @@ def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
 
 
 def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
-    opened, reference = open_gguf(base), gguf.GGUFReader(base)
+    opened = open_gguf(base)
+    reference = gguf.GGUFReader(base)
     assert {name: opened.value(name) for name in opened.keys} == keys(base)
     read = {piece.name: (piece.kind, piece.read().shape, piece.read().tobytes()) for piece in opened.pieces}
     assert read == {t.name: (t.tensor_type, t.data.shape, t.data.tobytes()) for t in reference.tensors}

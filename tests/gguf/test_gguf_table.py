@@ -53,7 +53,8 @@ def test_the_tensor_holds_divisors(base, tmp_path, method, want):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_table_is_read_back(base, tmp_path, method):
     change = patch_gguf(base, f"{method}{PARAMETERS.get(method, '')}", tmp_path / "m.gguf", target_length=256)
-    found, expected = read_gguf(tmp_path / "m.gguf"), change.after[None]
+    found = read_gguf(tmp_path / "m.gguf")
+    expected = change.after[None]
     torch.testing.assert_close(found.tables[0].inv_freq, expected.inv_freq, rtol=3e-7, atol=0)
     assert found.tables[0].attention_scaling == pytest.approx(expected.attention_scaling, rel=1e-7)
     assert found.tables[0].max_position_embeddings == 256

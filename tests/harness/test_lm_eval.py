@@ -262,7 +262,8 @@ def test_an_adapter_is_not_put_on_tables_that_it_was_not_trained_under(tmp_path,
 
     patched = str(tmp_path / "patched")
     rope_patch.save(rope_patch.load(checkpoint, "yarn:factor=4"), patched)
-    plain, other = adapter_under(None, "plain"), adapter_under("pi:factor=4", "other")
+    plain = adapter_under(None, "plain")
+    other = adapter_under("pi:factor=4", "other")
     with pytest.raises(PatchError, match="no patch record"):
         lm(model=patched, peft=plain)
     with pytest.raises(PatchError, match="no patch record"):
@@ -319,7 +320,8 @@ def test_a_question_is_read_once_for_all_its_answers_of_one_token():
 
 
 def test_answers_of_another_model_are_not_reused(tmp_path):
-    asked, file = requests("loglikelihood", *PAIRS), str(tmp_path / "answers.db")
+    asked = requests("loglikelihood", *PAIRS)
+    file = str(tmp_path / "answers.db")
     options = {"method": "pi:factor=4", "kv_cache": "int8-token"}
     first = CachingLM(lm(**options), file).loglikelihood(asked)
     assert CachingLM(lm(**options), file).loglikelihood(asked) == first
@@ -544,7 +546,8 @@ def test_the_command_of_the_page_on_measuring_runs(shell, capsys, tmp_path):
 
 
 def test_ls_and_run_know_our_tasks_and_the_users(shell, capsys, tmp_path):
-    own, other = tmp_path / "own", tmp_path / "other"
+    own = tmp_path / "own"
+    other = tmp_path / "other"
     own.mkdir()
     other.mkdir()
     metric = '{metric: "300", aggregation: mean, higher_is_better: true}'
@@ -636,7 +639,8 @@ def test_generation_under_a_quantized_cache_is_the_same_in_batches():
 def test_a_model_in_memory_is_given_back_as_it_was_when_the_object_goes():
     model = bold()
     modules = list(model.modules())
-    attention, hooks = model.config._attn_implementation, [len(module._forward_hooks) for module in modules]
+    attention = model.config._attn_implementation
+    hooks = [len(module._forward_hooks) for module in modules]
     ours = lm(model=model, kv_cache="int4-token")
     assert model.config._attn_implementation != attention
     del ours

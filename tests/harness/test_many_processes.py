@@ -45,7 +45,8 @@ def test_two_processes_score_what_one_scores(tmp_path):
     alone = scores()  # first: both processes inherit the text that is encoded by then
     together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores())), tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    (texts, numbers), (expected, wanted) = apart(first[:2]), apart(alone[:2])
+    (texts, numbers) = apart(first[:2])
+    (expected, wanted) = apart(alone[:2])
     # Batches of other shapes round logits of about 10 differently in float32, by some 1e-6: small losses, too.
     assert (
         texts == expected

@@ -27,7 +27,8 @@ def test_the_bar_counts_requests_in_the_first_process_alone(rank, monkeypatch):
 
     monkeypatch.setattr("rope_patch.harness.answering_model.tqdm", Recorded)
     model = RopePatchLM(pretrained=bold(max_position_embeddings=256), tokenizer=TOKENIZER, device="cpu")
-    model._rank, model._world_size = rank, 2  # as HFLM numbers them
+    model._rank = rank
+    model._world_size = 2  # as HFLM numbers them
     # Two of them have one context, and the third reads more of it.
     asked = [("short", " text"), ("short text", " and"), ("short", " text and")]
     model.loglikelihood([instance("loglikelihood", {}, pair) for pair in asked])
@@ -39,7 +40,9 @@ def test_with_use_cache_the_same_command_goes_on_where_it_was(shell, capsys, tmp
     command = ["rope-patch-eval", "--model_args", f"pretrained={LLAMA},dtype=float32,max_length=512", "--device", "cpu"]
     command += ["--tasks", "rope_passkey,rope_ppl", "--batch_size", "1"]
     command += ["--metadata", '{"max_seq_lengths": 512, "samples": 2, "windows": 4, "depths": [0.2, 0.8]}']
-    generate, prompts, most = HFLM._model_generate, [], 4
+    generate = HFLM._model_generate
+    prompts = []
+    most = 4
 
     def counted(self, *args, **kwargs):
         if len(prompts) == most:
@@ -54,12 +57,14 @@ def test_with_use_cache_the_same_command_goes_on_where_it_was(shell, capsys, tmp
     monkeypatch.setattr(HFLM, "_model_generate", counted)
     shell([*command, "--output_path", str(tmp_path / "whole")])
     assert len(prompts) == 4
-    prompts, most = [], 1  # Ctrl-C comes with the second prompt
+    prompts = []
+    most = 1  # Ctrl-C comes with the second prompt
     with pytest.raises(SystemExit) as stop:
         shell([*command, "--use_cache", str(tmp_path / "answers")])
     assert stop.value.code == 130
     assert "--use_cache" in capsys.readouterr().err
-    prompts, most = [], 4
+    prompts = []
+    most = 4
     shell([*command, "--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / "goes on")])
     assert len(prompts) == 3  # one of four was answered
     assert scores(tmp_path / "goes on") == scores(tmp_path / "whole")

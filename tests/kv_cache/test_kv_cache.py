@@ -120,7 +120,9 @@ class FromScratch(DynamicLayer):
 
     def __init__(self, scheme, inv_freq=None, scaling=1.0):
         super().__init__()
-        self.scheme, self.inv_freq, self.scaling = scheme, inv_freq, scaling
+        self.scheme = scheme
+        self.inv_freq = inv_freq
+        self.scaling = scaling
 
     def turn(self, x, places, back):
         """Rotate by complex numbers."""
@@ -144,7 +146,8 @@ class AsKIVI(DynamicLayer):
 
     def __init__(self, scheme):
         super().__init__()
-        self.scheme, self.parts = scheme, {}
+        self.scheme = scheme
+        self.parts = {}
 
     def update(self, keys, values, *args, **kwargs):
         assert keys.shape[2] == 1, "token by token"
@@ -182,7 +185,8 @@ class AsKIVI(DynamicLayer):
 )
 def test_both_engines_equal_a_cache_made_from_scratch(name, text):
     model = model_for(name)
-    scheme, rows = Scheme.parse(text), ids(TOKENS + 1, 2)
+    scheme = Scheme.parse(text)
+    rows = ids(TOKENS + 1, 2)
     rotary = model.model.rotary_emb
     table = (rotary.inv_freq, rotary.attention_scaling) if scheme.key.pre else ()
     kind = AsKIVI if scheme.flush else FromScratch
@@ -213,7 +217,8 @@ def test_streaming_and_one_pass_agree(patched_model, text):
 
 def test_tiles_of_values_are_read_alike_by_streaming_and_one_pass(monkeypatch):
     monkeypatch.setattr(FORMATS["kvarn2"], "tokens", 8)  # 128 tokens would be too many for a tiny model
-    model, rows = model_for("llama"), ids(TOKENS + 3, 2)
+    model = model_for("llama")
+    rows = ids(TOKENS + 3, 2)
     text = "k=kvarn4.channel8.hadamard;v=kvarn2.hadamard;flush=8;sinks=8"
     with quantized(model, text, exact=False) as factory:
         expected = losses(model, rows, factory(), chunk=1)
@@ -261,10 +266,12 @@ def test_features_of_keys_that_rotate_have_a_format_of_their_own(patched_model, 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4-shared", "glm"])
 def test_no_scheme_is_the_model_bit_for_bit(name):
-    model, rows = model_for(name), ids(TOKENS, 2)
+    model = model_for(name)
+    rows = ids(TOKENS, 2)
     options = {"attention_mask": torch.ones_like(rows), **GENERATE}
     with torch.no_grad():
-        expected, generated = model(rows, use_cache=False).logits, model.generate(rows, **options)
+        expected = model(rows, use_cache=False).logits
+        generated = model.generate(rows, **options)
         for exact in (True, False):
             with quantized(model, "none", exact=exact) as factory:
                 assert torch.equal(model(rows, use_cache=False).logits, expected)
@@ -274,7 +281,9 @@ def test_no_scheme_is_the_model_bit_for_bit(name):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_a_layer_returned_is_not_written_to_later(exact):
-    model, rows, returned = model_for("gemma3"), ids(TOKENS, 2), []
+    model = model_for("gemma3")
+    rows = ids(TOKENS, 2)
+    returned = []
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory()
         for at in range(0, TOKENS, 5):
@@ -285,7 +294,8 @@ def test_what_a_layer_returned_is_not_written_to_later(exact):
 
 
 def test_fresh_and_reset_caches_begin_anew():
-    model, rows = model_for("llama"), ids(TOKENS, 2)
+    model = model_for("llama")
+    rows = ids(TOKENS, 2)
     with quantized(model, SCHEMES[0]) as factory:
         past = factory()
         expected = losses(model, rows, past, chunk=9)
@@ -310,7 +320,8 @@ def test_rows_that_are_padded_on_the_left_are_refused(exact, chunk):
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
-    model, rows = model_for("gemma3"), ids(TOKENS, 2)
+    model = model_for("gemma3")
+    rows = ids(TOKENS, 2)
     mask = torch.ones_like(rows)
     mask[1, 17:] = 0
     with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
@@ -328,7 +339,8 @@ def test_padding_on_the_right_changes_nothing_before_it():
 def greedy(model, row, cache, tokens):
     """Decode by hand, a token at a time."""
     with torch.no_grad():
-        generated, next_ids = [], row
+        generated = []
+        next_ids = row
         for _ in range(tokens):
             next_ids = model(next_ids, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
             generated.append(next_ids)
@@ -346,7 +358,9 @@ def greedy(model, row, cache, tokens):
     ids=["repeated", "picked", "reordered"],
 )
 def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
-    model, rows, new = model_for("llama"), ids(TOKENS, 3), ids(8, len(came), seed=5)
+    model = model_for("llama")
+    rows = ids(TOKENS, 3)
+    new = ids(8, len(came), seed=5)
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory()
         losses(model, rows, past, None if exact else 1)
@@ -359,7 +373,8 @@ def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
 
 
 def test_a_mask_that_is_added_hides_what_one_of_bools_hides():
-    model, rows = model_for("llama"), ids(TOKENS, 1)
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
     hidden = torch.full((1, 1, TOKENS, TOKENS), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     first = hidden.index_fill(-1, torch.tensor([0]), -torch.inf)
     with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
@@ -372,8 +387,10 @@ def test_a_mask_that_is_added_hides_what_one_of_bools_hides():
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy_cache])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_copy_of_a_cache_is_its_own(copied, exact):
-    model, rows = model_for("gemma3"), ids(TOKENS, 2)
-    first, second = ids(9, 2, seed=1), ids(9, 2, seed=2)
+    model = model_for("gemma3")
+    rows = ids(TOKENS, 2)
+    first = ids(9, 2, seed=1)
+    second = ids(9, 2, seed=2)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
 
         def after(tokens):
@@ -419,7 +436,9 @@ def test_cropping_is_refused():
 @pytest.mark.parametrize("name", ["phi", "phi3-partial", "glm", "cohere", "llama-yarn", "gemma4"])
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
     """What is rounded under ``pre`` has the mean that the capture saw before rotation; turned back it is as it was."""
-    model, row, rounded = model_for(name), ids(TOKENS, 1), []
+    model = model_for(name)
+    row = ids(TOKENS, 1)
+    rounded = []
 
     def record(x, side):
         rounded.append(x.clone())
@@ -437,7 +456,8 @@ def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
 
 
 def test_skipped_layers_are_left():
-    model, rows = model_for("llama"), ids(TOKENS, 1)
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
     with quantized(model, "int2.token;skip=-1") as factory:
         past = factory()
         losses(model, rows, past)
@@ -448,7 +468,8 @@ def test_skipped_layers_are_left():
 
 
 def test_layers_that_share_keys_are_skipped_with_their_owner():
-    model, rows = model_for("gemma4-shared"), ids(TOKENS, 2)
+    model = model_for("gemma4-shared")
+    rows = ids(TOKENS, 2)
     layer_plans = plan_layers(find_attention_layers(model), Scheme.parse("int4;skip=0"))
     assert [layer_plans[i].sides["keys"].format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
@@ -461,7 +482,8 @@ def test_layers_that_share_keys_are_skipped_with_their_owner():
 
 
 def test_the_model_is_left_as_it_was():
-    model, rows = tiny_model("gemma3", **NARROW), ids(TOKENS, 1)
+    model = tiny_model("gemma3", **NARROW)
+    rows = ids(TOKENS, 1)
     model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -485,7 +507,8 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_full_precision_within_a_scheme_or_another_models_cache():
-    model, rows = model_for("llama"), ids(TOKENS, 1)
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
     with quantized(model, "k=int4.token.pre;v=none"):
         losses(model, rows, DynamicCache(config=model.config))  # one pass: nothing has been lost yet
         with pytest.raises(ValueError, match="another cache"):
@@ -497,7 +520,8 @@ def test_full_precision_within_a_scheme_or_another_models_cache():
 
 
 def test_packed_texts_are_refused():
-    model, rows = model_for("llama"), ids(TOKENS, 1)
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
     with quantized(model, "int4.token"), pytest.raises(ValueError, match="row"):
         model(rows, position_ids=positions, use_cache=False)
@@ -536,7 +560,8 @@ def test_a_model_that_cannot_be_read_is_refused_and_left_alone():
 
 @pytest.mark.parametrize("text", [SCHEMES[0], "int4.token"])
 def test_no_square_of_the_text_is_ever_made(text, monkeypatch):
-    model, row = tiny_model("gemma3", **NARROW, max_position_embeddings=512), ids(400, 1)
+    model = tiny_model("gemma3", **NARROW, max_position_embeddings=512)
+    row = ids(400, 1)
     monkeypatch.setattr(attention, "CACHE_BLOCK_BYTES", 4 * 4 * 400 * 8)  # 8 queries of 4 heads
     with quantized(model, text) as factory:
         with Largest(torch.Tensor.numel) as sliced:
@@ -563,7 +588,8 @@ def losses_of_states(model, row, cache=None):
 def read_rounded(side, scheme):
     """Whether the query at i reads the state at j rounded: (queries, keys) bool."""
     size = 1 if side.axis == "token" else side.group
-    i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+    i = torch.arange(TOKENS)[:, None]
+    j = torch.arange(TOKENS)
     end = scheme.sinks + ((j - scheme.sinks) // size + 1) * size
     return (side.format != "none") & (j >= scheme.sinks) & (end <= i + 1 - scheme.residual)
 
@@ -578,7 +604,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
-    model, row, scheme = model_for(name), ids(TOKENS, 1)[0], Scheme.parse(text)
+    model = model_for(name)
+    row = ids(TOKENS, 1)[0]
+    scheme = Scheme.parse(text)
     got = errors_of(model, row, scheme)
     (layers,) = attended(model, row[None], monkeypatch)
     tables = [layer.inv_freq for layer in capture(model, row).layers]
@@ -587,7 +615,8 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
         window = layer.window or TOKENS
         turn = FromScratch(scheme, tables[index], getattr(model.model.rotary_emb, "attention_scaling", 1.0)).turn
         rounded = from_scratch(layer.key[None], scheme.key, full, turn)[0]
-        i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+        i = torch.arange(TOKENS)[:, None]
+        j = torch.arange(TOKENS)
         visible = (j <= i) & (j > i - window)
         key_rounded = visible & read_rounded(scheme.key, scheme)
         asked = slice(TOKENS // 2, TOKENS)  # the queries that are compared
@@ -602,9 +631,11 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
 @torch.no_grad()
 def test_logits_of_long_keys_are_not_rounded_to_half_precision():
     """torch's own attention adds up in float32; before this one did, KL between them was .27 here."""
-    model, row = model_of("qwen2").bfloat16(), ids(TOKENS, 1)
+    model = model_of("qwen2").bfloat16()
+    row = ids(TOKENS, 1)
     for layer in model.model.layers:
-        layer.self_attn.k_proj.bias[[7, 15]], layer.self_attn.k_proj.bias[[23, 31]] = 400.0, -400.0
+        layer.self_attn.k_proj.bias[[7, 15]] = 400.0
+        layer.self_attn.k_proj.bias[[23, 31]] = -400.0
         layer.self_attn.q_proj.weight.mul_(4)
     plain = model(row).logits.double().log_softmax(-1)
     with quantized(model, f"int4;residual={TOKENS}") as factory:
@@ -616,8 +647,11 @@ def test_logits_of_long_keys_are_not_rounded_to_half_precision():
 @pytest.mark.parametrize("name", ["llama-yarn", "glm"])
 def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
     """A constant part of keys before rotation, and the whole of some pairs: with both at hand, by complex numbers."""
-    layer, side = find_attention_layers(model_for(name))[0], Scheme.parse(text).key
-    pairs, width, scale = layer.table.pairs, layer.parts["key"].head_dim, 1.25
+    layer = find_attention_layers(model_for(name))[0]
+    side = Scheme.parse(text).key
+    pairs = layer.table.pairs
+    width = layer.parts["key"].head_dim
+    scale = 1.25
     x = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     offset = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
     angle = torch.arange(5)[:, None] * layer.table.inv_freq
@@ -649,7 +683,8 @@ def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
 
 def test_errors_are_those_without_dropout():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SIZE, embd_pdrop=0.5))
-    row, scheme = ids(TOKENS, 1)[0], Scheme.parse("int4.token")
+    row = ids(TOKENS, 1)[0]
+    scheme = Scheme.parse("int4.token")
     expected = errors_of(model.eval(), row, scheme)
     for one, other in zip(errors_of(model.train(), row, scheme), expected, strict=True):
         assert torch.equal(one, other)
@@ -661,7 +696,8 @@ def test_errors_are_those_without_dropout():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_perplexity_through_a_factory_equals_a_naive_loop(name):
-    model, rows = model_for(name), ids(TOKENS, 3)
+    model = model_for(name)
+    rows = ids(TOKENS, 3)
     for text in (SCHEMES[0], SCHEMES[4]):
         with quantized(model, text, exact=False) as factory:
             expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
@@ -675,13 +711,15 @@ def test_perplexity_through_a_factory_equals_a_naive_loop(name):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
-    model, depths = bold(family).double(), [0.0, 1.0]
+    model = bold(family).double()
+    depths = [0.0, 1.0]
     asked = {"lengths": [90], "depths": depths, "samples": 1, "haystack": MAKER}
     with quantized(model, "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1") as factory, torch.no_grad():
         got = retrieval(model, TOKENIZER, "niah", **asked, cache=factory)
         cells = {cell.depth: cell.samples[0] for cell in got.cells}
         for prompt in MAKER.prompts("niah", 90, depths, sample=0):
-            row, size = torch.tensor([prompt.ids]), prompt.answer
+            row = torch.tensor([prompt.ids])
+            size = prompt.answer
             scores = model(row, use_cache=False).logits[0, -size - 1 : -1].log_softmax(-1)
             expected = float(scores.gather(1, row[0, -size:, None]).sum())
             assert cells[prompt.depths[0]].logprob == pytest.approx(expected, abs=1e-4)
@@ -692,7 +730,9 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
 
 
 def test_finished_work_is_never_that_of_another_cache(tmp_path):
-    model, rows, result_cache = model_for("llama"), ids(TOKENS, 1), tmp_path / "finished.jsonl"
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
+    result_cache = tmp_path / "finished.jsonl"
     text = "k=int3.token;v=none"
     variants = [
         {"scheme": text},
@@ -716,7 +756,9 @@ def test_finished_work_is_never_that_of_another_cache(tmp_path):
 
 
 def test_finished_answers_are_never_those_of_another_cache():
-    model, result_cache, results = bold("llama"), {}, []
+    model = bold("llama")
+    result_cache = {}
+    results = []
     asked = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": MAKER, "resume": result_cache}
     for text in ("int2.token", "int3.token", "int2.token"):
         with quantized(model, text) as factory:
@@ -726,7 +768,8 @@ def test_finished_answers_are_never_those_of_another_cache():
 
 def test_models_have_runs_of_their_own():
     """Two models read through two schemes at once; either may end first, and another thread may read."""
-    rows, texts = ids(TOKENS, 2), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    rows = ids(TOKENS, 2)
+    texts = ("k=int2.token;v=none", "k=int8.token;v=int2.token")
     models = [tiny_model("llama", initializer_range=0.2).double() for _ in texts]
     alone = []
     for model, text in zip(models, texts, strict=True):
@@ -748,8 +791,11 @@ def test_models_have_runs_of_their_own():
 
 
 def test_runs_of_one_model_may_end_in_any_order():
-    model, rows, texts = model_for("llama"), ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
-    plain, alone = losses(model, rows), []
+    model = model_for("llama")
+    rows = ids(TOKENS, 1)
+    texts = ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    plain = losses(model, rows)
+    alone = []
     for text in texts:
         with quantized(model, text):
             alone.append(losses(model, rows))

@@ -288,5 +288,6 @@ def test_the_mix_is_its_own_inverse_in_parts_of_a_power_of_two(width):
     matrix = mix(torch.eye(width, dtype=torch.float64))
     torch.testing.assert_close(matrix @ matrix, torch.eye(width, dtype=torch.float64))
     assert ((matrix != 0).sum(1) == width & -width).all()  # the largest power of two that divides it
-    x, y = block((2, 3, 5, width)), block((2, 3, 5, width), seed=1)
+    x = block((2, 3, 5, width))
+    y = block((2, 3, 5, width), seed=1)
     torch.testing.assert_close((mix(x) * mix(y)).sum(-1), (x * y).sum(-1))

@@ -22,7 +22,8 @@ from rope_patch.runtime.progress import listen
 from rope_patch.texts.documents import spread_windows
 
 TEXT = (Path(rope_patch.data_path("assets")) / "domains" / "english.txt").read_text(encoding="utf-8")
-PROMPT, STEPS = 40, 16
+PROMPT = 40
+STEPS = 16
 ASKED = {
     **{"lengths": (PROMPT,), "windows": 2, "depths": (0.0,), "samples": 1, "text": TEXT, "haystack": "noise"},
     **{"methods": ("default",), "decode": STEPS},
@@ -36,7 +37,8 @@ def token_by_token(model, cache, prompt, chunk, tokens=None):
     past = {cache_argument(model): cache}
     for part in prompt.split(chunk or PROMPT):
         best = int(model(part[None], **past).logits[0, -1].argmax())
-    written, logprobs = [], []
+    written = []
+    logprobs = []
     for step in range(STEPS):
         written.append(best if tokens is None else int(tokens[step]))
         logprobs.append(model(torch.tensor([[written[-1]]]), **past).logits[0, -1].double().log_softmax(-1))
@@ -104,10 +106,12 @@ def test_a_continuation_that_does_not_fit_is_refused(asked, message):
 
 
 def test_finished_prompts_are_not_decoded_again():
-    kept, results = {}, []
+    kept = {}
+    results = []
     spec = EvalSpec((PROMPT,), windows=2, depths=(0.0,), samples=1)
     for _ in range(2):
-        progress, more = [], []
+        progress = []
+        more = []
         with listen(lambda stage, tokens, progress=progress: progress.append(tokens), on_more=more.append):
             results.append(check_cache(small(), TOKENIZER, FORMATS, resume=kept, **ASKED).to_json())
         assert sum(progress) == tokens_to_check(spec, 2, 1, STEPS) + sum(more)

@@ -36,7 +36,8 @@ from rope_patch.texts.documents import spread_windows
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
-LENGTHS, BEFORE = (40, 56), "k=int3.pre;v=none;sinks=2"
+LENGTHS = (40, 56)
+BEFORE = "k=int3.pre;v=none;sinks=2"
 ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": TEXT, "haystack": "noise"}
 FORMATS = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
 
@@ -80,7 +81,8 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(checked):
         rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
     for length, divergence in check.of("default")[2].divergences.items():
         assert divergence.tokens == 2 * length
-        p, q = plain[:, :length], rough[:, :length]
+        p = plain[:, :length]
+        q = rough[:, :length]
         assert divergence.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
         assert divergence.top1 == float((p.argmax(-1) == q.argmax(-1)).double().mean())
 
@@ -234,9 +236,11 @@ def test_attribution_is_what_happens_without():
     """Each part of a format, and each remedy, costs the KL of a format that has it so from the start."""
     asked = {**ASKED, "lengths": [56]}
     check = check_cache(small(), TOKENIZER, ["k=int2.token;v=int3.token"], **asked)
-    row, base = check.rows[1], check.rows[0]
+    row = check.rows[1]
+    base = check.rows[0]
     assert check.verdict(row, 56).kind == "unsafe" and base.attribution is None
-    model, (texts, _) = small(), spread_windows(TOKENIZER, TEXT, 56, 3)
+    model = small()
+    (texts, _) = spread_windows(TOKENIZER, TEXT, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
     plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
 
@@ -262,7 +266,8 @@ def test_attribution_is_what_happens_without():
 
 
 def test_what_rounds_nothing_is_said():
-    broken, idle = off(0.5, 0.51, 0.49, 0.5), {"bits": 16.0}
+    broken = off(0.5, 0.51, 0.49, 0.5)
+    idle = {"bits": 16.0}
     rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, **idle)]
     rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
     check = check_of(*rows, lengths=(8,))
@@ -321,7 +326,9 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
 
 
 def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_and_work_is_resumed():
-    model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
+    model = small()
+    spec = EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1)
+    kept = {}
     announced = tokens_to_check(spec, formats=2, methods=2)
     # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; full precision, 2 formats and the statistics
     # on 2 windows.
@@ -342,7 +349,8 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
 
 
 def test_what_was_finished_for_another_question_is_not_taken():
-    model, finished = small(), {}
+    model = small()
+    finished = {}
     for changes in ({}, {"chunk": 16}, {"lengths": (48, 56)}):
         asked = {**ASKED, "windows": 2, "tasks": (), **changes}
         resumed, fresh = (check_cache(model, TOKENIZER, FORMATS[:1], resume=kept, **asked) for kept in (finished, None))
@@ -350,7 +358,9 @@ def test_what_was_finished_for_another_question_is_not_taken():
 
 
 def test_attribution_goes_on_where_it_was_stopped():
-    model, finished, five_passes = small(), {}, 5 * 2 * 56
+    model = small()
+    finished = {}
+    five_passes = 5 * 2 * 56
     read = []
 
     def ask(stop=math.inf):
@@ -375,7 +385,8 @@ def test_attribution_goes_on_where_it_was_stopped():
 
 
 def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
-    model, path = small(), tmp_path / "finished.jsonl"
+    model = small()
+    path = tmp_path / "finished.jsonl"
     heads = []
     head = model.lm_head.forward
     monkeypatch.setattr(model.lm_head, "forward", lambda states: heads.append(1) or head(states))
@@ -384,7 +395,8 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         if stage == f"default, {BEFORE}":
             raise KeyboardInterrupt
 
-    names, asked = ["int4-token", BEFORE], {**ASKED, "tolerance": 0.1}  # by which int4-token alone is unsafe
+    names = ["int4-token", BEFORE]
+    asked = {**ASKED, "tolerance": 0.1}  # by which int4-token alone is unsafe
     with listen(stop), pytest.raises(KeyboardInterrupt):
         check_cache(model, TOKENIZER, names, resume=path, **asked)
     assert rope_patch.inspect(model).record is None and path.exists()
@@ -392,7 +404,8 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     progress = []
     with listen(lambda *event: progress.append(event)):
         check = check_cache(model, TOKENIZER, names, resume=path, **asked)
-    whole, again = len(heads) - first, len(heads)
+    whole = len(heads) - first
+    again = len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
     assert stages == {f"default, {name}" for name in ("statistics of keys", "none", BEFORE)}, "int4-token was finished"
     read = []
@@ -435,7 +448,8 @@ def planted(layers, pairs, size):
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "llama", dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict({**base.config.to_dict(), "attention_bias": True}))
     model.float().eval().load_state_dict(base.state_dict(), strict=False)
-    heads, width = base.config.num_attention_heads, base.config.head_dim
+    heads = base.config.num_attention_heads
+    width = base.config.head_dim
     features = [*pairs, *(pair + width // 2 for pair in pairs)]
     with torch.no_grad():
         for index, layer in enumerate(model.model.layers):
@@ -463,7 +477,8 @@ def test_a_planted_fault_is_named():
     helped = {remedy.name: remedy.kl for remedy in broken.attribution.remedies}
     assert helped["biases subtracted before rounding"] < 0.05 * broken.attribution.whole
     assert helped["a scale per channel of keys (int4.channel32)"] < 0.05 * broken.attribution.whole
-    first, second = check.biases[0], check.biases[-1]
+    first = check.biases[0]
+    second = check.biases[-1]
     assert {bias.layer for bias in check.biases} == {0, 2} and {bias.pair for bias in check.biases} == {14, 15}
     assert (first.module, first.radius, second.radius) == ("k_proj", *[pytest.approx(300 * 2**0.5)] * 2)
     assert check.summary()[0].startswith(f"k_proj of layer {first.layer} has a bias of 424 in pair {first.pair}, ")

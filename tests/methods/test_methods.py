@@ -146,7 +146,8 @@ def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alo
 @pytest.mark.parametrize(("one", "other"), [forms for forms in FORMS.values() if len(forms) == 2])
 def test_two_parameter_values_in_one_process(one, other):
     base_slot = slot()
-    first, second = parse(one)(base_slot), parse(other)(base_slot)
+    first = parse(one)(base_slot)
+    second = parse(other)(base_slot)
     assert not torch.equal(first.inv_freq, second.inv_freq)
     assert not torch.equal(first.inv_freq, base_slot.inv_freq)
     assert same(parse(one)(base_slot), first)  # nothing of the second was kept
@@ -586,7 +587,8 @@ def test_a_longrope_whose_context_was_left_counts_from_its_factor():
 @pytest.mark.parametrize("text", ["yarn:factor=4", "mrrope:factor=4", "ntk:factor=4", "llama3:factor=4"])
 def test_pairs_that_do_not_rotate_stay_unrotated(text):
     stopped = PRope(p=0.5)(slot(head_dim=32))
-    after, plain = parse(text)(stopped), parse(text)(slot(head_dim=32))
+    after = parse(text)(stopped)
+    plain = parse(text)(slot(head_dim=32))
     assert torch.equal(after.inv_freq[:8], plain.inv_freq[:8]) and not after.inv_freq[8:].any()
     assert after.attention_scaling == plain.attention_scaling
 

@@ -61,7 +61,8 @@ def assert_same(statistics, states, pairs, interleaved):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_statistics_equal_those_of_stored_states(name, monkeypatch):
-    model, row = model_of(name), text()
+    model = model_of(name)
+    row = text()
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     got = capture(model, row)
@@ -83,7 +84,8 @@ def test_statistics_equal_those_of_stored_states(name, monkeypatch):
 
 
 def test_mean_norms_by_text_are_those_of_the_texts_alone():
-    model, rows = model_of("llama"), ids(20, 3)
+    model = model_of("llama")
+    rows = ids(20, 3)
     got = capture(model, rows, texts=[1, 0, 1])
     for text_number, own in ((0, rows[1:2]), (1, rows[[0, 2]])):
         alone = capture(model, own)
@@ -108,7 +110,8 @@ def test_what_the_layers_say_of_attention():
 
 @pytest.mark.parametrize("method", ["p_rope:p=0.5", "yarn:factor=4", "pi:factor=2"])
 def test_the_table_is_the_one_in_use(method):
-    model, row = model_of("llama"), text()
+    model = model_of("llama")
+    row = text()
     stock = capture(model, row)
     with rope_patch.patched(model, rope_patch.parse(method)) as patch:
         got = capture(model, row)
@@ -121,14 +124,16 @@ def test_the_table_is_the_one_in_use(method):
 
 
 def test_a_table_rounded_by_a_cast_is_reported_as_it_is():
-    model, row = model_of("llama"), text()
+    model = model_of("llama")
+    row = text()
     exact = capture(model, row).layers[0].inv_freq
     rounded = capture(model.to(torch.bfloat16), row).layers[0].inv_freq
     assert torch.equal(rounded, exact.bfloat16().float()) and not torch.equal(rounded, exact)
 
 
 def test_bfloat16_states_are_reduced_in_float32(monkeypatch):
-    model, row = model_of("qwen3").to(torch.bfloat16), text()
+    model = model_of("qwen3").to(torch.bfloat16)
+    row = text()
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     got = capture(model, row)
@@ -166,7 +171,8 @@ def test_an_adapter_is_part_of_the_model():
 def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
     """The probe reads the first 8 tokens. There, the keys equal the values, and the norm changes nothing."""
     row = torch.cat((torch.full((8,), 9), text()[:20]))
-    llama, qwen = model_of("llama"), model_of("qwen3")
+    llama = model_of("llama")
+    qwen = model_of("qwen3")
     with torch.no_grad():
         llama.model.embed_tokens.weight[9, 8:] = 0.0
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -191,7 +197,8 @@ def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_model_attends_as_it_is_set(attention, monkeypatch):
-    model, row = model_of("llama", attention=attention), text()
+    model = model_of("llama", attention=attention)
+    row = text()
     query_counts = []
     if attention == "sdpa":
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -207,7 +214,8 @@ def test_the_model_attends_as_it_is_set(attention, monkeypatch):
 
 
 def test_the_model_is_left_as_it_was():
-    model, row = model_of("llama"), text()[None]
+    model = model_of("llama")
+    row = text()[None]
     with torch.no_grad():
         before = model(row, use_cache=False).logits
     model.train()
@@ -230,7 +238,8 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_dropout_is_off_meanwhile():
-    model, row = model_of("llama", attention_dropout=0.5), text()[None]
+    model = model_of("llama", attention_dropout=0.5)
+    row = text()[None]
     assert torch.equal(capture(model.train(), row).layers[1].key.mean, capture(model.eval(), row).layers[1].key.mean)
 
 
@@ -303,7 +312,8 @@ def test_a_head_or_layer_that_was_not_captured():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_states_that_are_not_finite_are_named(value):
-    model, row = tiny_model("qwen2"), ids(40, 1)[0]
+    model = tiny_model("qwen2")
+    row = ids(40, 1)[0]
     row[row == 7] = 8
     row[25] = 7  # behind what the probe reads
     with torch.no_grad():
@@ -355,7 +365,8 @@ def test_not_a_transformers_model():
 
 
 def test_a_module_exchanged_during_the_pass_is_noticed():
-    model, row = tiny_model(), ids(16, 1)
+    model = tiny_model()
+    row = ids(16, 1)
     attention = model.model.layers[1].self_attn
     calls = []
 

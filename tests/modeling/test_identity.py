@@ -59,7 +59,8 @@ class Printed(torch.nn.SiLU):
 
 
 def test_a_hash_does_not_depend_on_how_a_model_is_printed():
-    one, other = changed("none"), changed("none")
+    one = changed("none")
+    other = changed("none")
     for model in (one, other):
         model.model.layers[0].mlp.act_fn = Printed()
     assert identity.model_hash(one) == identity.model_hash(other)

@@ -10,7 +10,8 @@ from torch import nn
 from rope_patch.modeling import prefill
 from rope_patch.modeling.prefill import prefill_attention
 
-BEFORE, CHUNK = 300, 70
+BEFORE = 300
+CHUNK = 70
 
 
 def states(dtype, heads=6, groups=2, width=16, value_width=16):

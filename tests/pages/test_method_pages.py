@@ -46,7 +46,8 @@ def test_the_formula_of_a_page_gives_the_table_of_its_class(page):
         if name == "nope":
             method = METHODS[name]()
         patch = rope_patch.apply(tiny_model(head_dim=64, **SMOLLM2), method)
-        before, after = patch.before[None], patch.after[None]
+        before = patch.before[None]
+        after = patch.after[None]
         expected = [space[name](i, f) for i, f in enumerate(before.inv_freq.tolist())]
         assert after.inv_freq.tolist() == pytest.approx(expected, rel=2e-6)
         assert after.attention_scaling == pytest.approx(space.get("scaling", 1.0))

@@ -132,7 +132,8 @@ def test_a_tutorial_runs(path, tmp_path, monkeypatch):
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
         llama = rope_patch.data_path("assets") / "llama"
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
+        model = AutoModelForCausalLM.from_pretrained(llama)
+        tokenizer = AutoTokenizer.from_pretrained(llama)
         write_toy(model, Path("checkpoint.gguf"), tokenizer)
     assert BLOCK.findall(page)
     assert EXPECTED[path.stem] in run_blocks(page)

@@ -27,7 +27,8 @@ from rope_patch import PatchError
 from rope_patch.methods import Method
 from rope_patch.patching.locate import locate
 
-CONTEXT, HIGH = {"original_max_position_embeddings": 64}, {"high_freq_factor": 4.0}
+CONTEXT = {"original_max_position_embeddings": 64}
+HIGH = {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
 every_case = pytest.mark.parametrize(("family", "name"), FITTING)
 # One of each kind of encoding: transformers' own with a scaling and without, and the longrope form.
@@ -43,7 +44,9 @@ def last_layer_type(family):
 @every_case
 def test_effect_shape_and_undo(family, name):
     model = tiny_model(family)
-    stock, before, config = module_of(model), logits(model), model.config.to_json_string()
+    stock = module_of(model)
+    before = logits(model)
+    config = model.config.to_json_string()
     parameters = copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method_for(name)) as patch:
         after = logits(model)
@@ -71,7 +74,8 @@ def test_cached_generation_equals_full_forward(family, name):
 @pytest.mark.parametrize("family", MIXED_ARCHITECTURES)
 @pytest.mark.parametrize("name", ["yarn", "p_rope", "truncated"])
 def test_other_layer_types_are_left_alone(family, name):
-    model, positions = tiny_model(family), torch.arange(50)[None]
+    model = tiny_model(family)
+    positions = torch.arange(50)[None]
     before = cos_sin(model, positions, "sliding_attention")
     with rope_patch.patched(model, method_for(name)) as patch:
         assert patch.after["sliding_attention"] is patch.before["sliding_attention"]
@@ -129,7 +133,8 @@ def test_gemma4_smaller_p_keeps_the_native_type():
 
 def test_undone_after_an_exception():
     model = tiny_model()
-    before, config = logits(model), model.config.to_json_string()
+    before = logits(model)
+    config = model.config.to_json_string()
     with pytest.raises(KeyboardInterrupt), rope_patch.patched(model, "nope"):
         raise KeyboardInterrupt
     assert torch.equal(logits(model), before)
@@ -247,7 +252,8 @@ def test_an_edited_table_is_taken_as_found_and_kept():
     model = tiny_model()
     with torch.no_grad():
         module_of(model).inv_freq.mul_(0.5)
-    edited, before = module_of(model).inv_freq.clone(), logits(model)
+    edited = module_of(model).inv_freq.clone()
+    before = logits(model)
     assert "is not the table its config describes" in str(rope_patch.inspect(model))
     patch = rope_patch.apply(model, "default")
     assert torch.allclose(patch.after[None].inv_freq, edited, rtol=2e-7)
@@ -352,7 +358,9 @@ def test_vision_rotary_is_refused():
 def test_atomic_when_the_swap_fails():
     """The record is refused, after the module was put in and the table was written into the config."""
     model = tiny_model()
-    stock, config, plain = module_of(model), model.config.to_json_string(), type(model.config)
+    stock = module_of(model)
+    config = model.config.to_json_string()
+    plain = type(model.config)
 
     class Refusing(plain):
         def __setattr__(self, name, value):

@@ -58,7 +58,9 @@ def image_positions():
     """Positions (3, 2, 24) of a text with an image of 4 x 3 patches in it: its axes differ."""
     time, height, width = (torch.arange(24) for _ in range(3))
     patch = torch.arange(12)
-    time[6:18], height[6:18], width[6:18] = 6, 6 + patch // 3, 6 + patch % 3
+    time[6:18] = 6
+    height[6:18] = 6 + patch // 3
+    width[6:18] = 6 + patch % 3
     for axis in (time, height, width):
         axis[18:] = torch.arange(10, 16)
     return torch.stack((time, height, width))[:, None].expand(3, 2, 24)
@@ -138,7 +140,9 @@ def test_cache_and_round_trip(family, method, tmp_path):
 def test_a_pickled_module_computes_the_same(family):
     model = model_of(family)
     rope_patch.apply(model, "yarn:factor=4")
-    module, x, places = module_of(model), torch.zeros(1), torch.tensor([[0, 1, 500, 4000]])
+    module = module_of(model)
+    x = torch.zeros(1)
+    places = torch.tensor([[0, 1, 500, 4000]])
     assert equal(pickle.loads(pickle.dumps(module))(x, places), module(x, places))
 
 
@@ -147,7 +151,9 @@ def test_a_pickled_module_computes_the_same(family):
 def test_compiled_in_one_graph(family):
     model = model_of(family)
     rope_patch.apply(model, "yarn:factor=4")
-    module, x, places = module_of(model), torch.zeros(1), torch.arange(7)[None]
+    module = module_of(model)
+    x = torch.zeros(1)
+    places = torch.arange(7)[None]
     torch._dynamo.reset()
     assert equal(torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places))
 

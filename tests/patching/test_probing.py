@@ -34,7 +34,9 @@ def built(family, **changes):
 
 def refused(model, message, method="p_rope:p=0.5", **options):
     """A patch is refused, and the model is as it was."""
-    before, config, original = logits(model), model.config.to_json_string(), module_of(model)
+    before = logits(model)
+    config = model.config.to_json_string()
+    original = module_of(model)
     with pytest.raises(ValueError, match=message):
         rope_patch.apply(model, method, **options)
     assert model.config.to_json_string() == config and module_of(model) is original
@@ -227,7 +229,8 @@ def heard(monkeypatch):
     ("family", "window", "said"), [("mistral", 32, 1), ("mistral", None, 0), ("mistral", 65, 0), ("gemma3", 16, 0)]
 )
 def test_a_context_that_no_layer_attends_to_is_said(family, window, said, tmp_path, monkeypatch):
-    warnings, model = heard(monkeypatch), tiny_model(family, sliding_window=window)
+    warnings = heard(monkeypatch)
+    model = tiny_model(family, sliding_window=window)
     model.save_pretrained(tmp_path)
     sentences = [*rope_patch.inspect(model).warnings, *(check.found for check in rope_patch.doctor(tmp_path).checks)]
     assert sum("window of 32 tokens" in sentence for sentence in sentences) == 2 * said
@@ -302,14 +305,16 @@ def test_a_layer_that_does_not_say_what_it_sees_may_see_all(alone, monkeypatch):
 
 
 def test_a_window_that_is_no_number_is_that_of_no_layer(monkeypatch):
-    warnings, model = heard(monkeypatch), tiny_model()
+    warnings = heard(monkeypatch)
+    model = tiny_model()
     model.config.sliding_window = "auto"  # which Llama does not read
     rope_patch.apply(model, "yarn:factor=4", target_length=256)
     assert not warnings
 
 
 def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypatch):
-    warnings, model = heard(monkeypatch), tiny_model()
+    warnings = heard(monkeypatch)
+    model = tiny_model()
     patch = rope_patch.apply(model, "truncated:context=1000000")  # within which every pair turns
     assert len(warnings) == 1 and "as it was" in warnings.pop()
     assert patch.record.changed is False and model.config.rope_patch["changed"] is False
@@ -335,7 +340,8 @@ def test_bad_input_is_refused(word, family, method, options):
 
 
 def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
-    warnings, model = heard(monkeypatch), tiny_model()
+    warnings = heard(monkeypatch)
+    model = tiny_model()
     patch = rope_patch.apply(model, "yarn", target_length=512)
     assert patch.method == rope_patch.Yarn(factor=8) and patch.record.method["factor"] == 8.0
     patch.restore()
@@ -373,7 +379,9 @@ def t5gemma():
 def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, monkeypatch):
     from transformers import AutoModelForSeq2SeqLM
 
-    warnings, model, tokens = heard(monkeypatch), t5gemma(), ids(48) % 96
+    warnings = heard(monkeypatch)
+    model = t5gemma()
+    tokens = ids(48) % 96
     rope_patch.apply(model, "yarn", target_length=256)
     assert any("model.encoder.rotary_emb" in line for line in warnings)  # which keeps its table
     rope_patch.save(model, tmp_path)

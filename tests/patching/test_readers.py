@@ -98,9 +98,11 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(family, factor, tmp_path):
     """In memory as in a model that transformers builds from the new config; restored after each way to undo it."""
     model = model_of(family)
-    before, scale = logits(model), model.model.layers[0].self_attn.scaling
+    before = logits(model)
+    scale = model.model.layers[0].self_attn.scaling
     rope_patch.apply(model, f"yarn:factor={factor}:mscale=1:mscale_all_dim=1")
-    inside, moved = logits(model), model.model.layers[0].self_attn.scaling
+    inside = logits(model)
+    moved = model.model.layers[0].self_attn.scaling
     assert moved == pytest.approx(0.25 * (0.1 * math.log(80) + 1) ** 2, rel=1e-12) != scale
     rope_patch.save(model, tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -38,12 +38,14 @@ def scaled_type(parameters):
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
-    model, own = release(name), RELEASES[name][2]
+    model = release(name)
+    own = RELEASES[name][2]
     stated = model.config.max_position_embeddings
     stock = release(name, raised(own), times=2)
     stock.load_state_dict(model.state_dict())
     ids = torch.randint(SIZE["vocab_size"], (1, 2 * stated), generator=torch.Generator().manual_seed(1))
-    before, expected = model(ids).logits, stock(ids).logits
+    before = model(ids).logits
+    expected = stock(ids).logits
     assert not torch.equal(before, expected), "the factor moves what is read"
     patch = rope_patch.apply(model, OWN[scaled_type(own)], target_length=2 * stated)
     assert patch.method.factor == 2
@@ -113,7 +115,8 @@ def test_a_target_that_the_table_reaches_slows_nothing(method, settings, stated)
 def test_another_method_keeps_the_ratio_of_the_two_mscales(name, scaling):
     """Attention of DeepSeek scales its logits already: 0.1 ln(80) + 1 on cos and sin would come on top."""
     model = release(name)
-    stated, whole = model.config.max_position_embeddings, 2 * RELEASES[name][1]
+    stated = model.config.max_position_embeddings
+    whole = 2 * RELEASES[name][1]
     (after,) = rope_patch.apply(model, "mrrope", target_length=2 * stated).after.values()
     assert after.attention_scaling == pytest.approx(scaling or 0.1 * math.log(whole) + 1)
 

@@ -47,7 +47,8 @@ def test_casts(family, name, dtype):
 @SOME
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
-    weights, patch = model.state_dict(), rope_patch.apply(model, method_for(name))
+    weights = model.state_dict()
+    patch = rope_patch.apply(model, method_for(name))
     expected = logits(model)
     with torch.device("meta"):
         model = tiny_model(family)
@@ -68,7 +69,8 @@ def test_copies_and_pickles(family, name):
     keys = list(model.state_dict())
     patch = rope_patch.apply(model, method_for(name))
     assert list(model.state_dict()) == keys  # a patch adds no key
-    twin, whole = copy.deepcopy(model), io.BytesIO()
+    twin = copy.deepcopy(model)
+    whole = io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)
     assert_table(torch.load(whole, weights_only=False), patch)
@@ -191,7 +193,8 @@ def test_gradients_with_and_without_checkpointing(family):
         model(ids(), labels=ids(), use_cache=False).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    plain, checkpointed = gradients(False), gradients(True)
+    plain = gradients(False)
+    checkpointed = gradients(True)
     for name in plain:
         assert torch.allclose(plain[name], checkpointed[name], atol=1e-6), name
 

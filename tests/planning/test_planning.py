@@ -90,7 +90,9 @@ def test_llama_3_8b_at_128k():
 
 
 def test_reading():
-    weights, cache, states = 2 * 8_030_261_248, 2 * 131072 * 32 * 1024 * 2, 131072 * 2 * 4096
+    weights = 2 * 8_030_261_248
+    cache = 2 * 131072 * 32 * 1024 * 2
+    states = 131072 * 2 * 4096
     one_pass = 131072 * 2 * (4 * 4096 + 3 * 14336)
     reading = plan("Llama-3-8B", length=131072).reading
     assert (reading["weights"], reading["KV cache"]) == (weights, cache)
@@ -135,7 +137,8 @@ def prepared(family, attention, dtype, rank, *, checkpointing, **changes):
     family, _, special = family.partition("-")
     boundaries = "join"
     if special == "apart":
-        boundaries, special = special, "64"
+        boundaries = special
+        special = "64"
     if family.startswith("gemma"):
         kinds = ["full_attention", "sliding_attention"] * (size["num_hidden_layers"] // 2)
         size |= {"sliding_window": int(special or 1024), "layer_types": kinds}
@@ -166,7 +169,8 @@ def measured(model, context, loss):
     with LiveBytes(model) as live:
         with context:
             total = loss()
-        retained, live.peak = live.now, live.now
+        retained = live.now
+        live.peak = live.now
         total.backward()
     return live, retained
 

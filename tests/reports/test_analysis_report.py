@@ -49,7 +49,8 @@ def random_statistics(draw, heads, head_dim, pairs):
 def random_heads(draw, index, heads):
     """Head 0 attends to its own token, head 1 to the previous one, head 2 rests on the first, head 3 does nothing."""
     offset = 0.05 * draw(heads, 8)
-    offset[0, 0], offset[1, 1] = 0.91, 0.82
+    offset[0, 0] = 0.91
+    offset[1, 1] = 0.82
     first = 0.1 * draw(heads)
     first[2] = 0.73
     sink_weight = 0.2 * draw(heads, 4)
@@ -85,7 +86,8 @@ def random_analysis(
     def draw(*shape):
         return torch.rand(*shape, generator=source, dtype=torch.float64)
 
-    captured, attended = [], []
+    captured = []
+    attended = []
     for index, (kind, context, pairs) in zip(range(layers), itertools.cycle(tables), strict=False):
         size = 4, 2 * pairs, pairs
         captured.append(
@@ -213,7 +215,8 @@ def test_nothing_found_is_said(figures):
         return replace(statistics, mean=torch.ones_like(statistics.mean))
 
     even = [replace(layer, query=flat(layer.query), key=flat(layer.key)) for layer in analysis.capture.layers]
-    heads, capture = replace(analysis.heads, layers=tuple(idle)), replace(analysis.capture, layers=tuple(even))
+    heads = replace(analysis.heads, layers=tuple(idle))
+    capture = replace(analysis.capture, layers=tuple(even))
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     assert "0 of 12 heads" in words and "No head has a sink" in words
     assert not NO_NUMBER.search(words)
@@ -242,7 +245,8 @@ def test_pairs_are_named_by_their_wavelengths():
 
 def test_heat_maps_show_their_values_and_clip_few():
     values = torch.ones(10, 50, dtype=torch.float64)
-    values[0, 0], values[1, 1] = 100.0, math.nan
+    values[0, 0] = 100.0
+    values[1, 1] = math.nan
     figure = heat_maps(
         [[Map("a", values, {9: "9"}, {0: "0"}), Map("b", values / 2, {9: "9"}, {0: "0"})]],
         title="t", xlabel="x", ylabel="y", label="one",

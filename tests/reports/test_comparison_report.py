@@ -15,8 +15,10 @@ from rope_patch.runtime import plots
 from rope_patch.runtime.page import render
 
 NOTHING = {(length, depth): 0 for length in LENGTHS for depth in DEPTHS}
-GOOD, BAD = row("good", [1.0, 1.1, 1.05, 1.0]), row("bad", [3.0, 3.1, 3.05, 3.0], NOTHING, table=(0.5, 0.0))
-NEAR, UNPATCHED = row("near", [1.01, 1.09, 1.04, 1.02]), row("default", [3.0, 3.1, 3.05, 3.0], NOTHING)
+GOOD = row("good", [1.0, 1.1, 1.05, 1.0])
+BAD = row("bad", [3.0, 3.1, 3.05, 3.0], NOTHING, table=(0.5, 0.0))
+NEAR = row("near", [1.01, 1.09, 1.04, 1.02])
+UNPATCHED = row("default", [3.0, 3.1, 3.05, 3.0], NOTHING)
 
 
 def comparison(*rows, **fields):

@@ -223,7 +223,8 @@ with file_in_one_move(args[0] / "model.gguf") as path:
 def test_an_error_while_files_are_moved_puts_everything_back(tmp_path, monkeypatch, stop, error):
     fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")
-    stock, calls = os.replace, []
+    stock = os.replace
+    calls = []
 
     def replace(source, target):
         calls.append(source)

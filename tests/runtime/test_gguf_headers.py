@@ -26,7 +26,8 @@ def file(tmp_path_factory):
 @pytest.fixture
 def headers(monkeypatch):
     """The paths whose headers the package reads from now on."""
-    read, fields = [], gguf.GGUFReader._build_fields
+    read = []
+    fields = gguf.GGUFReader._build_fields
 
     def counted(self, *arguments):
         read.append(self)
@@ -82,7 +83,8 @@ def test_the_reader_of_the_package_is_back_after_an_error(file, tmp_path):
 
 def test_threads_that_load_at_once(file, headers):
     """One waits for the other, and the reader of the package is back at the end."""
-    original, models = gguf.GGUFReader, []
+    original = gguf.GGUFReader
+    models = []
     threads = [threading.Thread(target=lambda: models.append(rope_patch.load(file))) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -23,7 +23,8 @@ def reported(call):
 
 
 def test_chunks_move_progress_too():
-    model, text = tiny_model(), ids(30, batch=1)[0]
+    model = tiny_model()
+    text = ids(30, batch=1)[0]
     assert reported(lambda: perplexity(model, text, chunk=15)) == [7, 7, 1, 7, 7, 1]
 
 
@@ -34,7 +35,9 @@ def test_every_family_reports_its_layers(family):
 
 
 def test_windows_that_are_kept_are_taken_off_and_equal_ones_are_read_once():
-    model, row, kept = tiny_model(), ids(30, batch=1), {}
+    model = tiny_model()
+    row = ids(30, batch=1)
+    kept = {}
     rows = torch.cat((row, row, ids(30, batch=1, seed=1)))
     first = reported(lambda: perplexity(model, rows, batch=3, resume=kept))
     assert sum(first) == 60 and max(first) <= 30, "two are read for three"
@@ -92,7 +95,8 @@ def test_work_neither_overshoots_nor_is_finished_before_its_end():
 
 
 def test_what_an_earlier_run_has_stored_is_taken_off_the_bar(monkeypatch):
-    clock, bars = iter(range(0, 10**6, 100)), []  # longer than the least time between two lines in a file
+    clock = iter(range(0, 10**6, 100))
+    bars = []  # longer than the least time between two lines in a file
     monkeypatch.setattr("tqdm.std.tqdm.refresh", lambda shown, **_: bars.append(shown))
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
     with bar(1000):
@@ -106,7 +110,8 @@ def test_what_an_earlier_run_has_stored_is_taken_off_the_bar(monkeypatch):
 
 
 def test_a_stage_within_a_stage_has_its_own_name_and_what_is_not_listened_to_goes_on_outside():
-    told, inner = [], []
+    told = []
+    inner = []
     with listen(lambda *progress: told.append(progress), on_sentence=told.append), stage("outer"):
         with stage("inner"):
             advance(1)

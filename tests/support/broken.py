@@ -92,7 +92,9 @@ class FastRotary(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, self.rope_type, self.attention_scaling = config, "default", 1.0
+        self.config = config
+        self.rope_type = "default"
+        self.attention_scaling = 1.0
         exponents = torch.arange(0, 16, 2).float() / 16
         inv_freq = 1.0 / config.rope_parameters["rope_theta"] ** exponents
         self.register_buffer("inv_freq", inv_freq, persistent=False)
@@ -242,7 +244,8 @@ class PlainRotary(LlamaRotaryEmbedding):
     figure="1.6 % fewer tokens of the draft accepted (SpecForge); incoherent from about 1,000 tokens on (airllm)",
 )
 def class_ignores_the_base(folder: Path) -> Pair:
-    healthy, broken = tiny_model(rope_parameters=LARGE_BASE), tiny_model(rope_parameters=LARGE_BASE)
+    healthy = tiny_model(rope_parameters=LARGE_BASE)
+    broken = tiny_model(rope_parameters=LARGE_BASE)
     broken.model.rotary_emb = PlainRotary(broken.config)
     return Pair(broken, healthy)
 
@@ -254,7 +257,8 @@ def class_ignores_the_base(folder: Path) -> Pair:
     figure="cosine of right and wrong states .76 at position 8,192 (mlx-vlm)",
 )
 def class_ignores_the_scaling(folder: Path) -> Pair:
-    healthy, broken = extended(rope_parameters=LLAMA3), extended(rope_parameters=LLAMA3)
+    healthy = extended(rope_parameters=LLAMA3)
+    broken = extended(rope_parameters=LLAMA3)
     broken.model.rotary_emb = PlainRotary(broken.config)
     return Pair(broken, healthy)
 
@@ -281,7 +285,8 @@ def tables_of_the_layer_types_are_exchanged(folder: Path) -> Pair:
     broken = tiny_model("gemma3")
     buffers = module_of(broken)._buffers
     for name in ("inv_freq", "original_inv_freq"):
-        full, sliding = f"full_attention_{name}", f"sliding_attention_{name}"
+        full = f"full_attention_{name}"
+        sliding = f"sliding_attention_{name}"
         buffers[full], buffers[sliding] = buffers[sliding], buffers[full]
     return Pair(broken, tiny_model("gemma3"))
 
@@ -310,7 +315,8 @@ class PrefixPaired(Gemma4TextRotaryEmbedding):
         """Return cos and sin: feature i of a head turns with i + rotated / 2 in place of i + head_dim / 2."""
         cos, sin = super().forward(x, position_ids, layer_type)
         inv_freq = getattr(self, f"{layer_type}_inv_freq")
-        rotated, pairs = int((inv_freq != 0).sum()), len(inv_freq)
+        rotated = int((inv_freq != 0).sum())
+        pairs = len(inv_freq)
         order = [*range(rotated), *range(rotated), *range(rotated, pairs), *range(rotated, pairs)]
         return cos[..., order], sin[..., order]
 
@@ -388,7 +394,8 @@ def saved_tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
     figure="the scaling does not survive the way from Hugging Face and back",
 )
 def converter_drops_the_scaling(folder: Path) -> Pair:
-    broken, healthy = tiny_model(), tiny_model()
+    broken = tiny_model()
+    healthy = tiny_model()
     for model, name in ((broken, "broken"), (healthy, "healthy")):
         rope_patch.apply(model, "yarn", target_length=256)
         rope_patch.save(model, folder / name)

@@ -34,7 +34,9 @@ class Result:
 
 def invoke(*arguments: str | Path) -> Result:
     """Run a command as the console script does, and return its output; a user's mistake is a line on stderr."""
-    out, err, words = io.StringIO(), io.StringIO(), [str(argument) for argument in arguments]
+    out = io.StringIO()
+    err = io.StringIO()
+    words = [str(argument) for argument in arguments]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["rope-patch", *words])
         patch.setattr("os._exit", sys.exit)  # how an interrupted command ends

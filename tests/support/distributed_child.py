@@ -43,7 +43,8 @@ def rows(count=16, size=24):
     """Rows at skipped positions with unequal numbers of labels, so that a mean of means is far from the mean."""
     examples = []
     for i in range(count):
-        rng, tokens = random.Random(i), ids(size, batch=1, seed=i)[0]
+        rng = random.Random(i)
+        tokens = ids(size, batch=1, seed=i)[0]
         learned = torch.tensor([rng.random() < (0.9 if i % 4 == 0 else 0.2) for _ in range(size)])
         if i in (2, 3):  # the rows that the second of two processes reads first have no labels at all
             learned[:] = False
@@ -110,7 +111,8 @@ def train(folder, steps, resume=False):
         disable_tqdm=True,
         seed=3,
     )
-    trainer, written = LongTrainer(tuned(), arguments, rows()), []
+    trainer = LongTrainer(tuned(), arguments, rows())
+    written = []
     stock = adapters.write_atomically
     adapters.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
     try:
@@ -214,7 +216,8 @@ def sharded(rank):
         "verified": verified(rounded),
         "nll": measure(rounded),
     }
-    plain, statuses = by_accelerate(bold_model()), [rope_patch.doctor(rounded).status]
+    plain = by_accelerate(bold_model())
+    statuses = [rope_patch.doctor(rounded).status]
     statuses.append(rope_patch.doctor(plain).status)
     if rank == 1:
         locate(plain).module.to(torch.bfloat16)

@@ -26,7 +26,9 @@ from rope_patch.patching.verify import inspect_model
 from support.patches import lora
 
 ASSETS = rope_patch.data_path("assets")
-CONTEXT, TARGET, PROMPT = 256, 1024, 400
+CONTEXT = 256
+TARGET = 1024
+PROMPT = 400
 SIZE: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,  # Gemma's factor of embeddings, its root, is rounded to bfloat16 in MLX

@@ -115,7 +115,8 @@ def llama_cpp(path: str, ids: list[int], options: dict[str, Any]) -> tuple[Any, 
 
     if "quantize" in options:
         params = lib.llama_model_quantize_default_params()
-        params.ftype, params.nthread = getattr(lib, f"LLAMA_FTYPE_{options['quantize']}"), 1
+        params.ftype = getattr(lib, f"LLAMA_FTYPE_{options['quantize']}")
+        params.nthread = 1
         status = lib.llama_model_quantize(path.encode(), options["to"].encode(), ctypes.byref(params))
         return np.array([status]), None
     if Path(path).is_dir():

@@ -62,7 +62,8 @@ def of_tokens(logprobs: np.ndarray, ids: list[int]) -> np.ndarray:
 
 def difference(one: np.ndarray, other: np.ndarray, ids: list[int]) -> float:
     """Return the largest difference of a log-probability of a token."""
-    ours, theirs = of_tokens(one, ids), of_tokens(other, ids)
+    ours = of_tokens(one, ids)
+    theirs = of_tokens(other, ids)
     count = min(len(ours), len(theirs))
     return float(np.abs(ours[:count] - theirs[:count]).max())
 

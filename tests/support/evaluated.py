@@ -64,7 +64,8 @@ def perplexity_of(losses, edges):
         Bucket(start, stop, n * len(losses), statistics.fmean(column))
         for (start, stop), n, column in zip(itertools.pairwise(edges), sizes, zip(*losses, strict=True), strict=True)
     )
-    tokens, length = sum(sizes) * len(losses), edges[-1]
+    tokens = sum(sizes) * len(losses)
+    length = edges[-1]
     return PerplexityResult(
         nll=sum(map(sum, sums)) / tokens,
         tokens=tokens,

@@ -119,7 +119,8 @@ def run_script(command: list[str], log: Path) -> str:
     def script() -> None:
         with log.open("w", buffering=1) as sys.stdout:
             sys.stderr = sys.stdout
-            sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
+            sys.argv = command
+            sys.path[:0] = [str(Path(command[0]).parent)]
             try:
                 runpy.run_path(command[0], run_name="__main__")
             except SystemExit as stopped:

@@ -78,7 +78,8 @@ def run_code(
         command = [sys.executable, "-c", code, *map(str, arguments)]
         return subprocess.run(command, cwd=cwd, env=dict(env), capture_output=True, text=True, check=False)
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
+        out = Path(folder, "out")
+        err = Path(folder, "err")
         order = {"code": code, "arguments": [*map(str, arguments)], "cwd": os.path.abspath(cwd)}
         order |= {"environment": dict(env), "out": str(out), "err": str(err)}
         process = server()

@@ -42,8 +42,10 @@ def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = N
         factors: (pairs,) divisors of the plain frequencies; None writes none.
         keys: other keys of the architecture, with two underscores for a dot, such as ``rope__freq_base_swa=5e3``.
     """
-    config, architecture = model.config, ARCHITECTURES.get(model.config.model_type, "llama")
-    writer, head_dim = gguf.GGUFWriter(path, architecture), model.model.layers[-1].self_attn.head_dim
+    config = model.config
+    architecture = ARCHITECTURES.get(model.config.model_type, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    head_dim = model.model.layers[-1].self_attn.head_dim
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)

@@ -16,7 +16,8 @@ class Largest(TorchDispatchMode):
 
     def __init__(self, measure):
         super().__init__()
-        self.measure, self.largest = measure, 0
+        self.measure = measure
+        self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))

@@ -11,7 +11,8 @@ from support.prompting import HAY
 def trained(pre_tokenizer, decoder, alphabet=()):
     """A tokenizer of 600 tokens, trained on the haystack and on sentences with numbers."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
     numbers = [f" The pass key is {n}. The magic number of apple is {n * 97}." for n in range(10000, 99999, 499)]
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=list(alphabet), show_progress=False
@@ -22,7 +23,8 @@ def trained(pre_tokenizer, decoder, alphabet=()):
 
 def tokenizer_of(kind):
     """A tokenizer that cuts numbers as that of SmolLM2, GPT-2 or Llama 2 (SentencePiece) does, by its kind in KINDS."""
-    bytes_, digits = pre_tokenizers.ByteLevel, pre_tokenizers.Digits(individual_digits=True)
+    bytes_ = pre_tokenizers.ByteLevel
+    digits = pre_tokenizers.Digits(individual_digits=True)
     match kind:
         case "byte-level, single digits":
             pieces = pre_tokenizers.Sequence([digits, bytes_(add_prefix_space=False)])

@@ -61,7 +61,8 @@ class PretendedTensor(torch.Tensor):
             dtype=numbers.dtype,
             device="meta",
         )
-        made.numbers, made.place = numbers, device
+        made.numbers = numbers
+        made.place = device
         return made
 
     device = property(lambda self: self.place)
@@ -109,7 +110,8 @@ def _device(x):
 
 def _wait(reason: str) -> None:
     """Count a wait under the line of the package that is responsible for it."""
-    frame, package = sys._getframe(1), str(Path(rope_patch.__file__).parent)
+    frame = sys._getframe(1)
+    package = str(Path(rope_patch.__file__).parent)
     while frame is not None and not frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     line = "elsewhere"

@@ -15,7 +15,8 @@ from support.evaluated import answered, perplexity_of, result_of
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
-LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
+LENGTHS = (4, 8)
+DEPTHS = (0.0, 0.5, 1.0)
 
 
 def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):

@@ -22,7 +22,8 @@ def assert_same(one: Any, other: Any) -> None:
 
 def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> None:
     """Apply a method, save, load with plain transformers and with rope_patch, and undo: the logits are always right."""
-    before, config = logits(model), model.config.to_dict()
+    before = logits(model)
+    config = model.config.to_dict()
     patch = rope_patch.apply(model, method, **options)
     assert not torch.allclose(logits(model), before, atol=1e-5)
     rope_patch.save(model, folder)

@@ -43,7 +43,8 @@ def rounded(values, form):
     """
     largest = max(abs(value) for value in values)
     if form.startswith("int"):
-        low, scale = min(values), (max(values) - min(values)) / (2 ** int(form[3:]) - 1)
+        low = min(values)
+        scale = (max(values) - min(values)) / (2 ** int(form[3:]) - 1)
         return [low + scale * round((value - low) / scale) if scale else value for value in values]
     if form == "fp8":
         return [eight_bits(value) for value in values]

@@ -33,7 +33,8 @@ def watched(module, note):
 
     A forward hook is not used: the result cache would take the model for another one.
     """
-    original, own = module.forward, vars(module).get("forward")
+    original = module.forward
+    own = vars(module).get("forward")
 
     @functools.wraps(original)
     def forward(*args, **kwargs):
@@ -69,7 +70,8 @@ class Caches:
     """A factory of caches that keeps the caches it made."""
 
     def __init__(self, model):
-        self.model, self.made = model, []
+        self.model = model
+        self.made = []
 
     def __call__(self):
         self.made.append(DynamicCache(config=self.model.config))

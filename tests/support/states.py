@@ -133,7 +133,8 @@ def attended(model, rows, monkeypatch):
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
     modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
-    attend, records = modeling.eager_attention_forward, []
+    attend = modeling.eager_attention_forward
+    records = []
 
     def spy(layer, query, key, value, *args, **kwargs):
         repeated = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)

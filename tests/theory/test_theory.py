@@ -34,7 +34,8 @@ def matrix(table: torch.Tensor, position: float) -> numpy.ndarray:
     for i, step in enumerate(table.tolist()):
         angle = 0.0 if step < 1e-20 else step * position
         out[i, i] = out[i + n, i + n] = math.cos(angle)
-        out[i, i + n], out[i + n, i] = -math.sin(angle), math.sin(angle)
+        out[i, i + n] = -math.sin(angle)
+        out[i + n, i] = math.sin(angle)
     return out
 
 
@@ -65,7 +66,8 @@ def test_a_mass_that_no_factor_gives_is_refused(mass):
 
 @pytest.mark.parametrize("mass", [0.3, 0.99, 0.999999])
 def test_the_factor_reaches_the_mass_and_no_less_does(mass):
-    table, length = geometric(5e5, 16), 300
+    table = geometric(5e5, 16)
+    length = 300
     query, key = (vector.numpy() for vector in wendler_head(table))
     logits = numpy.array([query @ matrix(table, -r) @ key for r in range(length)])
     needed = theory.previous_token_factor(table, mass=mass, length=length)
@@ -78,7 +80,8 @@ def test_the_factor_reaches_the_mass_and_no_less_does(mass):
 
 # --- the same head inside a Llama -----------------------------------------------------------------------------------
 
-LENGTH, DIM = 400, 64
+LENGTH = 400
+DIM = 64
 
 
 def llama(query: torch.Tensor, key: torch.Tensor) -> LlamaForCausalLM:
@@ -162,8 +165,10 @@ def test_the_nearest_old_image_by_hand_and_by_matrices():
     gaps = theory.nearest_old(PLAIN, ntk, old_length=512, new_positions=torch.arange(2048))
     assert float(gaps.max()) == pytest.approx(1.09037, rel=2e-4)
     # by another route: cosines of whole matrices of images, over two blocks of new positions and three of old
-    places, table = torch.arange(0, 9000, 3), geometric(5e5, 128)
+    places = torch.arange(0, 9000, 3)
+    table = geometric(5e5, 128)
     distances = theory.nearest_old(PLAIN, table, old_length=2100, new_positions=places)
-    old, new = torch.outer(torch.arange(2100).double(), PLAIN.double()), torch.outer(places.double(), table.double())
+    old = torch.outer(torch.arange(2100).double(), PLAIN.double())
+    new = torch.outer(places.double(), table.double())
     cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
     torch.testing.assert_close(distances, (2 - 2 * cosines).clamp(min=0).sqrt().min(0).values, rtol=0, atol=1e-6)

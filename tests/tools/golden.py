@@ -67,7 +67,8 @@ def _llama3(factor: float) -> Numbers:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]}
-HALF, QUARTER = {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.25}
+HALF = {"partial_rotary_factor": 0.5}
+QUARTER = {"partial_rotary_factor": 0.25}
 GEMMA4 = {"global_head_dim": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 32}
 SHAPES = {
     **{f"llama-{size}": _shape(size=size) for size in (8, 16, 32, 64, 80, 96, 128, 256)},
@@ -197,7 +198,8 @@ def _tables_of(model: Any, options: Mapping[str, Any]) -> Numbers:
 
     chosen = options.get("layer_types") or ["full_attention"]
     found = [table for table in rope_patch.inspect(model).tables if table.layer_type in (None, *chosen)]
-    pairs, context = len(found[0].inv_freq), model.config.max_position_embeddings
+    pairs = len(found[0].inv_freq)
+    context = model.config.max_position_embeddings
     rising = "/".join(f"{1 + i / 4:g}" for i in range(pairs))
     falling = "/".join(f"{2.0**-i:g}" for i in range(pairs))
     forms: dict[str, tuple[str, Numbers]] = {form: (form, {}) for form in FORMS.split()}
@@ -419,7 +421,8 @@ def gguf(scratch: Path) -> Numbers:
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-    base, random = scratch / "base.gguf", np.random.default_rng(0)
+    base = scratch / "base.gguf"
+    random = np.random.default_rng(0)
     writer = GGUFWriter(base, "llama")
     for name, value in {"context_length": 256, "embedding_length": 64, "block_count": 1, "head_count": 4}.items():
         getattr(writer, f"add_{name}")(value)
@@ -665,13 +668,16 @@ def differences(old: Numbers, new: Numbers, tolerance: float = 0.0) -> tuple[lis
 
     Numbers that are absent on one side are not compared.
     """
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before = dict(leaves(old))
+    after = dict(leaves(new))
     absent = [path for path in before.keys() | after.keys() if ABSENT in (before.get(path), after.get(path))]
-    lines, largest = [], 0.0
+    lines = []
+    largest = 0.0
     for path in [*before, *(path for path in after if path not in before)]:
         if any(path == one or path.startswith(f"{one} / ") for one in absent):
             continue
-        a, b = before.get(path, "nothing"), after.get(path, "nothing")
+        a = before.get(path, "nothing")
+        b = after.get(path, "nothing")
         if isinstance(a, float) and isinstance(b, float):
             apart = 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), abs(b))
             if apart <= tolerance:

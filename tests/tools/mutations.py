@@ -163,7 +163,8 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
     """Run every mutation that a report does not hold, and write the report after each."""
     # This checks that every defect can be planted before any test runs.
     texts = {mutation.name: planted(mutation, root) for mutation in mutations}
-    report["selection"], commit = selection_of(root), commit_of(root)
+    report["selection"] = selection_of(root)
+    commit = commit_of(root)
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(mutations), unit="mutation") as bar:
         copy = shutil.copytree(root, Path(scratch) / "copy", ignore=shutil.ignore_patterns(*NOT_COPIED))
         for mutation in mutations:

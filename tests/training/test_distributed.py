@@ -134,7 +134,8 @@ def test_the_engines_read_a_sharded_model(two, steps, name):
 
 
 def test_rows_cut_by_torch_sum_to_the_whole(two):
-    batch, model = default_data_collator(rows(4)), bold_model()
+    batch = default_data_collator(rows(4))
+    model = bold_model()
     for rank in two[1]:
         result = rank["cut by torch"]
         assert result["tokens"] == 12, "each process has half"
@@ -147,7 +148,8 @@ def test_rows_cut_by_torch_sum_to_the_whole(two):
 
 def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
     monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 5)
-    batch, model = default_data_collator(rows(3)), fuse(bold_model())
+    batch = default_data_collator(rows(3))
+    model = fuse(bold_model())
     ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
     expected = model(**batch).loss
     assert model(**batch, shift_labels=ahead).loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -168,7 +170,8 @@ def test_what_devices_cannot_share_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_labels_of_a_step_are_counted_as_a_number(tmp_path):
-    trainer, batch = LongTrainer(bold_model(), arguments(tmp_path), rows()), default_data_collator(rows(4))
+    trainer = LongTrainer(bold_model(), arguments(tmp_path), rows())
+    batch = default_data_collator(rows(4))
     counted = trainer._get_num_items_in_batch([batch, batch], torch.device("cpu"))
     assert isinstance(counted, float), "a tensor would be rounded"
     assert counted == 2 * (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()

@@ -42,8 +42,10 @@ def test_a_difference_beyond_the_noise_is_said(first, second, verdict):
 
 def test_the_loss_of_text_is_compared_window_by_window():
     """The windows differ by 1 nat among each other and by .1 between the runs: only pairs show the difference."""
-    before, after = result([[1]], [1.0, 2.0, 3.0, 4.0]), result([[1]], [1.1, 2.11, 3.09, 4.1])
-    worse, better = by_metric(before, after)["perplexity"], by_metric(after, before)["perplexity"]
+    before = result([[1]], [1.0, 2.0, 3.0, 4.0])
+    after = result([[1]], [1.1, 2.11, 3.09, 4.1])
+    worse = by_metric(before, after)["perplexity"]
+    better = by_metric(after, before)["perplexity"]
     assert worse["verdict"] == "worse" and better["verdict"] == "better"
     # differences .1, .11, .09, .1: mean .1, standard deviation .008165, t(3, .975) = 3.18245, over the root of 4
     assert [worse[name] for name in ("estimate", "low", "high")] == pytest.approx([0.1, 0.087007, 0.112993], abs=1e-5)

@@ -128,7 +128,8 @@ def write(folder, kind):
     """Two documents, 'one\\n\\ntwo' and 'three', as files of a kind; the file, or the folder where it takes two."""
     folder.mkdir()
     both = ["one\n\ntwo", "three"]
-    table, path = datasets.Dataset.from_dict({"text": both}), folder / f"a.{kind}"
+    table = datasets.Dataset.from_dict({"text": both})
+    path = folder / f"a.{kind}"
     match kind:
         case "txt" | "md":
             for i, text in enumerate(both):
@@ -201,7 +202,8 @@ def test_conversations_become_rows(tmp_path, chatty):
     tokens, labels = conversation(chatty, TALK, "assistant")
     stream = flat(rows)
     assert stream == (tokens * 60)[: len(stream)] and "attention_mask" not in rows.column_names
-    expected, positions = (labels * 60)[: len(stream)], flat(rows, "position_ids")
+    expected = (labels * 60)[: len(stream)]
+    positions = flat(rows, "position_ids")
     begins = {*range(0, len(stream), len(tokens)), *range(0, len(stream), 64)}
     assert {i for i, at in enumerate(positions) if at == 0} == begins
     assert flat(rows, "labels") == [IGNORED_LABEL if i in begins else label for i, label in enumerate(expected)]

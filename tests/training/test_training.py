@@ -31,9 +31,11 @@ def naive(model, rows, labels):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(family, monkeypatch):
     monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 16)
-    model, rows = bold_model(family), ids(40, batch=3)
+    model = bold_model(family)
+    rows = ids(40, batch=3)
     labels = rows.clone()
-    labels[0, :7], labels[2, 30:] = IGNORED_LABEL, IGNORED_LABEL
+    labels[0, :7] = IGNORED_LABEL
+    labels[2, 30:] = IGNORED_LABEL
     expected = naive(model, rows, labels)
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -50,7 +52,8 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(family, monkeypatc
 
 @pytest.mark.parametrize("family", ["llama", *CAPPED])
 def test_it_is_the_stock_loss_with_the_stock_divisor(family):
-    model, rows = bold_model(family), ids(30)
+    model = bold_model(family)
+    rows = ids(30)
     stock = model(rows, labels=rows, use_cache=False).loss
     halved = model(rows, labels=rows, use_cache=False, num_items_in_batch=torch.tensor(2 * 2 * 29)).loss
     fuse(model)
@@ -59,7 +62,8 @@ def test_it_is_the_stock_loss_with_the_stock_divisor(family):
 
 
 def test_a_row_with_nothing_to_learn_is_no_nan():
-    model, rows = bold_model(), ids(8)
+    model = bold_model()
+    rows = ids(8)
     nothing = torch.full_like(rows, IGNORED_LABEL)
     for items in (None, 7, torch.tensor(7)):
         loss = fuse(model)(rows, labels=nothing, num_items_in_batch=items, return_dict=False)["loss"]
@@ -106,7 +110,8 @@ def explicit(model, batch, allowed):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_skipped_positions_keep_plain_causal_attention(attention):
-    model, rows = bold_model(attention=attention), ids(24, batch=1, seed=3)
+    model = bold_model(attention=attention)
+    rows = ids(24, batch=1, seed=3)
     positions = skipped_positions(random.Random(3), 24, 64, 3)[None]
     batch = {"input_ids": rows, "position_ids": positions, "attention_mask": torch.ones_like(rows)}
     causal = torch.ones(24, 24, dtype=torch.bool).tril()
@@ -117,7 +122,8 @@ def test_skipped_positions_keep_plain_causal_attention(attention):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_do_not_see_each_other(attention):
-    model, tokens = bold_model(attention=attention), ids(24, batch=1)
+    model = bold_model(attention=attention)
+    tokens = ids(24, batch=1)
     documents = [tokens[0, a:b].tolist() for a, b in ((0, 5), (5, 17), (17, 24))]
     (row,) = pack(((document, document) for document in documents), 24, apart=True)
     batch = {name: torch.tensor([row[name]]) for name in ("input_ids", "position_ids")}

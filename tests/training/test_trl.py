@@ -25,7 +25,8 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     shutil.copytree(LLAMA, tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
-    reached, forward = [], PatchedRotary.forward
+    reached = []
+    forward = PatchedRotary.forward
 
     def watched(self, x, position_ids, *args, **kwargs):
         if position_ids.shape == (8, 128):  # a batch of training, and no check of the table

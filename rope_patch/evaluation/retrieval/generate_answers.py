@@ -89,7 +89,8 @@ def answer_prompts(
     chunk = reader.chunk(size, chunk, cache)
     # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
     past = cache() if cache is not None else reader.new_cache(size)
-    read, answers = 0, {}
+    read = 0
+    answers = {}
     longest = max(row[0].answer for row in rows)
     body = size - longest - TAIL_TOKENS  # tokens that are read before the tail
     meeting = [max(0, min(place, body)) for place in parting]
@@ -159,7 +160,8 @@ def answer_from(
         # The last token of the answer predicts nothing that is scored, so it is left out.
         hidden = reader.states(ids[:, read:-1], past)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
-    logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
+    logprobs = -loss.view(expected.shape)
+    predicted = best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
         row, place = (~torch.isfinite(logprobs)).nonzero()[0].tolist()
         depths = ", ".join(f"{depth:g}" for depth in prompts[row].depths)
@@ -177,7 +179,8 @@ def answer_from(
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
             _, token = reader.score(reader.states(start, spare)[:, -1], expected[:, i])
-            outputs[:, i], start = token, token[:, None]
+            outputs[:, i] = token
+            start = token[:, None]
         # Rows that are right were generated only because they share the batch.
         outputs[~missed] = expected[~missed]
     return [Answer(*pair) for pair in zip(outputs.tolist(), logprobs.tolist(), strict=True)]

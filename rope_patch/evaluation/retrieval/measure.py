@@ -289,7 +289,8 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer, stops: Seq
     """Return a sample for each part of an answer, which ends before the first of the tokens ``stops``."""
     output = [*itertools.takewhile(lambda token: token not in stops, answer.output)]
     written = tokenizer.decode(output, skip_special_tokens=True)
-    samples, start = [], 0
+    samples = []
+    start = 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, written)
         samples.append(Sample(part, written, correct, math.fsum(answer.logprobs[start:end])))

@@ -83,7 +83,9 @@ class PromptMaker:
         prefix: Sequence[int] | None = None,
         turns: tuple[str, str] | None = None,
     ) -> None:
-        self.tokenizer, self.haystack, self.turns = tokenizer, Haystack.of(haystack), turns
+        self.tokenizer = tokenizer
+        self.haystack = Haystack.of(haystack)
+        self.turns = turns
         if prefix is None:
             prefix = prefix_ids(tokenizer) if turns is None else ()
         self.prefix = tuple(prefix)
@@ -210,11 +212,14 @@ class _Fit:
     """
 
     def __init__(self, maker: PromptMaker, task: str, length: int, start: float, questions: Sequence[Question]) -> None:
-        self.maker, self.length = maker, length
-        self.words, sizes = maker.words, maker.sizes
+        self.maker = maker
+        self.length = length
+        self.words = maker.words
+        sizes = maker.sizes
         if maker.haystack.endless:
             copies = 4 + 2 * length // sum(sizes)
-            self.words, sizes = copies * self.words, copies * sizes
+            self.words = copies * self.words
+            sizes = copies * sizes
         self.tokens_before = [0, *itertools.accumulate(sizes)]
         context = questions[0].context
         self.pieces: Sequence[str] = () if context is None else context(0)

@@ -261,7 +261,8 @@ class CrowdedTask(NeedleTask):
         others = (
             (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
         )
-        closing, pieces = self.closing, list[str]()
+        closing = self.closing
+        pieces = list[str]()
         if "{name}" in closing:
             name, value = next(others)
             closing = closing.format(name=name, value=value)

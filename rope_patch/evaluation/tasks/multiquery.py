@@ -17,7 +17,8 @@ class MultiQuery(Task, name="multiquery"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for the numbers of all words."""
-        values, names = draw.numbers(len(depths), 7), draw.names(len(depths))
+        values = draw.numbers(len(depths), 7)
+        names = draw.names(len(depths))
         hidden = [
             (depth, f" The magic number of {name} is {value}.")
             for depth, name, value in zip(depths, names, values, strict=True)

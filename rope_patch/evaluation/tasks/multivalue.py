@@ -19,5 +19,6 @@ class MultiValue(Task, name="multivalue"):
         values = draw.numbers(len(depths), 7)
         (name,) = draw.names(1)
         needles = [f" One magic number of {name} is {value}." for value in values]
-        text, prefix = f" What are all the magic numbers of {name}?", f" In order, the magic numbers of {name} are"
+        text = f" What are all the magic numbers of {name}?"
+        prefix = f" In order, the magic numbers of {name} are"
         return [Question(tuple(zip(depths, needles, strict=True)), text, prefix, tuple(values), tuple(depths))]

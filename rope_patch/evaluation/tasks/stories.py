@@ -62,7 +62,8 @@ class StoryTask(Task):
         """Return a question for each depth."""
         count = max(len(depths), PEOPLE_IN_STORY)
         extra = [draw.rng.random() for _ in range(count - len(depths))]
-        people, things = draw.words(PEOPLE.split(), count), draw.words(OBJECTS.split(), count)
+        people = draw.words(PEOPLE.split(), count)
+        things = draw.words(OBJECTS.split(), count)
         # The people of a story share a few places, so that a place alone does not give the answer away.
         places = draw.words(PLACES.split(), max(6, self.places))
         threads = [

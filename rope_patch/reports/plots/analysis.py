@@ -210,7 +210,8 @@ def _draw_pattern(figure: Figure, axes: Axes, pattern: Tensor) -> None:
     norm = PowerNorm(0.5, vmin=0, vmax=1)
     image = axes.imshow(shown, cmap=_colors(), norm=norm, interpolation="none")
     # The first key, on which many heads rest, would be a line as wide as a pixel at the very edge.
-    left, right = -1 - FIRST_KEY_WIDTH * len(shown), len(shown) - 0.5
+    left = -1 - FIRST_KEY_WIDTH * len(shown)
+    right = len(shown) - 0.5
     axes.imshow(shown[:, :1], cmap=_colors(), norm=norm, interpolation="none", extent=(left, 0.5, right, -0.5))
     axes.set_xlim(left, right)
     axes.set_title("Attention", loc="left", fontsize=9)
@@ -281,7 +282,8 @@ def _scale(panels: Sequence[Tensor], limits: tuple[float, float] | None) -> tupl
         return Normalize(*limits), "neither"
     values = numpy.concatenate([panel.numpy().ravel() for panel in panels])
     # NaN stands for what was not measured, and has no place on the scale.
-    top, quantile = float(numpy.nanmax(values)), float(numpy.nanquantile(values, COLOUR_QUANTILE))
+    top = float(numpy.nanmax(values))
+    quantile = float(numpy.nanquantile(values, COLOUR_QUANTILE))
     if 0 < 1.5 * quantile < top:
         return Normalize(0.0, quantile), "max"
     return Normalize(0.0, top), "neither"
