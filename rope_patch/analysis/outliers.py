@@ -28,7 +28,7 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
 from rope_patch.patching.locate import locate
 from rope_patch.runtime import progress
-from rope_patch.runtime.captions import indices_text
+from rope_patch.runtime.captions import ranges_text
 
 OUTLIER_RATIO = 5.0
 """A pair is an outlier above this multiple of the median radius."""
@@ -272,8 +272,8 @@ def bias_sentences(biases: Sequence[KeyBias]) -> list[str]:
         f"{first.ratio:.0f} times the median key: what shares a scale with it in a cache is rounded coarsely"
     )
     if len(biases) > 1:
-        layers = indices_text("layer", sorted({bias.layer for bias in biases}))
-        sentence += f". {len(biases)} biases are over {OUTLIER_RATIO:g} times the median key, in {layers}"
+        layers = ranges_text(sorted({bias.layer for bias in biases}))
+        sentence += f". {len(biases)} biases are over {OUTLIER_RATIO:g} times the median key, in layers {layers}"
     return [f"{sentence}."]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from rope_patch.checkpoints.source_files import named_for_transformers, read_tokenizer
@@ -23,15 +21,8 @@ from rope_patch.patching.record import TableRecord
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
 from rope_patch.runtime.errors import as_value_error
-from rope_patch.runtime.gguf_file import open_gguf
 from rope_patch.runtime.gguf_headers import cached_headers
 from rope_patch.tables import RotaryTable
-
-_DEQUANTIZING = 12
-"""Memory that the package gguf takes for each number of the tensor that it dequantizes [bytes]. A large embedding takes
-more at that time than all weights take later: its size decides for Gemma 3 270M, and in bfloat16 for SmolLM2."""
-_PROCESS = 500_000_000
-"""Memory of Python, torch and transformers before any weights [bytes]."""
 
 
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
@@ -116,10 +107,7 @@ def unpack(path: Path, folder: Path, dtype: str) -> None:
         ValueError: the file is not a whole GGUF model, or transformers cannot read it.
     """
     with cached_headers(path):
-        sizes = [math.prod(piece.shape) for piece in open_gguf(path).pieces]
-        peak = max(sum(sizes) * getattr(torch, dtype).itemsize, max(sizes, default=0) * _DEQUANTIZING)
-        needed = _PROCESS + path.stat().st_size + peak
-        progress.say(f"dequantizing the weights to {dtype} needs about {needed / 1e9:.1f} GB of memory")
+        progress.say(f"dequantizing the weights to {dtype}")
         model = load_gguf(path, dtype=dtype)
         model.save_pretrained(folder)
         with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read

@@ -16,7 +16,7 @@ from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.state_statistics import Capture
-from rope_patch.runtime.captions import indices_text
+from rope_patch.runtime.captions import ranges_text
 from rope_patch.runtime.number_format import number_text
 
 NAMED_SHARE = 0.9
@@ -168,7 +168,7 @@ def remedies(
     """
     worst = sorted(worst_layers(costs))
     flag = f"vLLM: --kv-cache-dtype-skip-layers {' '.join(map(str, worst))}"
-    found = [(Remedy(f"{indices_text('layer', worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
+    found = [(Remedy(f"layers {ranges_text(worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
     if not of_keys:
         return found
     key = scheme.key

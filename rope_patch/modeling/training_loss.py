@@ -59,8 +59,7 @@ def token_loss(
         total = (states[:1] * 0).sum().float()
         for low in range(0, len(targets), LOGITS_AT_ONCE):
             part = slice(low, low + LOGITS_AT_ONCE)
-            slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], use_reentrant=False)
-            total = total + slice_loss
+            total = total + checkpoint(_sum, reader, states[part], targets[part], use_reentrant=False)
         return total
 
     return _in_one_pass(reader, summed, states), keep.sum().float()

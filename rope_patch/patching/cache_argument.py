@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -16,8 +14,3 @@ def cache_argument(decoder: nn.Module) -> str:
     # Of the class, because a hook of accelerate replaces the forward pass of the instance.
     known = inspect.signature(type(decoder).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])
-
-
-def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward pass or of ``generate``; None if there is none."""
-    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)

@@ -117,7 +117,7 @@ class Plan:
             lines.append("No option makes it fit: use a shorter length or a smaller model.")
         lines.append(f"longest sequence that fits with these options: {self.longest(gpu_memory)} tokens")
         lines.append(
-            f"reading one sequence of this length [GiB]: {', '.join(sizes[:2])}; peaks: {', '.join(sizes[2:])}"
+            f"reading one sequence of this length, with the peaks of perplexity and retrieval [GiB]: {', '.join(sizes)}"
         )
         return "\n".join(lines)
 

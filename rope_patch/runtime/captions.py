@@ -54,19 +54,6 @@ def names_text(names: Sequence[str], most: int | None = None) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def indices_text(what: str, indices: Sequence[int]) -> str:
-    """Return indices with their noun.
-
-    >>> indices_text("layer", [0, 3, 4, 5]), indices_text("pair", [7]), indices_text("pair", [])
-    ('layers 0, 3-5', 'pair 7', 'no pair')
-    """
-    if not indices:
-        return f"no {what}"
-    if len(indices) > 1:
-        what += "s"
-    return f"{what} {ranges_text(indices)}"
-
-
 def ranges_text(indices: Sequence[int]) -> str:
     """Return indices as text; consecutive ones are a range.
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import glob
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,6 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
     """
     path = Path(source)
     name = str(source)
-    parts = name.split("/")
     kinds = [_FOLDERS[config] for config in configs]
     if CONFIG_FILES[0] in configs:
         kinds.append("a GGUF file")
@@ -83,10 +83,8 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
             raise ValueError(f"{source} is a GGUF file: give {expected}")
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
-    elif name.startswith((".", "~")) or not all(parts) or len(parts) != 2 or "\\" in name:
-        raise ValueError(f"no folder {source}: give {expected}")
-    elif Path(parts[0]).is_dir():
-        raise ValueError(f"no folder {source} in the folder {parts[0]}, so the hub is not asked: give {expected}")
+    elif not re.fullmatch(r"[^.~/\\][^/\\]*/[^/\\]+", name) or Path(name.partition("/")[0]).is_dir():
+        raise ValueError(f"no folder {source}, and no name of a hub repository: give {expected}")
 
 
 def holds_files(folder: Path) -> bool:

@@ -176,7 +176,7 @@ def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
     text = "Once upon a time, there was a dog."
     write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
-    assert "GB of memory" in invoke("export", first, "--to", "hf", *words, "-o", out).stderr.splitlines()[0]
+    assert "dequantizing" in invoke("export", first, "--to", "hf", *words, "-o", out).stderr.splitlines()[0]
     stock = AutoModelForCausalLM.from_pretrained(out)
     assert stock.dtype == dtype
     assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=dtype)))

@@ -13,18 +13,12 @@ from peft import LoraConfig, get_peft_model
 from support.live_bytes import LiveBytes
 from support.recipe_runs import recipe
 from support.subsets import full
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.evaluation.retrieval import generate_answers
 from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
-from rope_patch.kv_cache import attention
-from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_evaluation.check_setting import Setting
-from rope_patch.kv_evaluation.measure_format import _states
 from rope_patch.modeling import scoring
-from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.scoring import Reader, losses
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.planning import plan
@@ -120,38 +114,15 @@ def read_text(model, length):
     losses(reader, torch.zeros(1, length).long(), [1], chunk=None if chunk == length else chunk)
 
 
-def answer(model, length, cache=None):
+def answer(model, length):
     """Answer two prompts, which part near their end."""
     prompt = SimpleNamespace(ids=(0,) * length, answer=6)
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(generate_answers, "_trunk", lambda ids: (1, [length - length // 64, length]))
-        answer_prompts(Reader(model), [[prompt], [prompt]], cache=cache)
+        answer_prompts(Reader(model), [[prompt], [prompt]])
 
 
-def check_cache(model, length):
-    """Read two windows in full precision and through a cache, and answer prompts through it."""
-    window = SimpleNamespace(ids=torch.zeros(length).long())
-    suite = SimpleNamespace(windows=[window, window], spec=SimpleNamespace(chunk=None))
-    setting = Setting(model, suite, None, None, attention_of(model))
-    exact = _states(setting, None)
-    with quantized(model, "vllm:fp8", layers=setting.layers) as factory:
-        _states(setting, factory)
-        del exact
-        answer(model, length, factory)
-
-
-def attention_of(model):
-    """Return the layers of a model, as they are found in a small real one."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": model.config.head_dim}
-    with unset_fake_temporarily():
-        return find_attention_layers(shipped(model.name, num_hidden_layers=model.config.num_hidden_layers, **small))
-
-
-def attend(model, length):
-    measure_heads(model, torch.zeros(1, min(length, 2048)).long())
-
-
-MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_cache, "analyze": attend}
+MEASUREMENTS = {"perplexity": read_text, "retrieval": answer}
 
 
 @pytest.mark.parametrize(
@@ -163,18 +134,13 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer, "kv-check": check_
         ("retrieval", "Llama-3.1-8B", 16, 128),
         full("retrieval", "Llama-3.1-8B", 32, 128),
         full("retrieval", "gemma-3-4b", 6, 16),
-        full("kv-check", "Llama-3.1-8B", 2, 8),  # windows take most
-        full("kv-check", "Llama-3.1-8B", 32, 4),  # prompts take most
-        ("analyze", "Llama-3.1-8B", 2, 32),
     ],
 )
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
-    # As on a GPU: all logits of a slice at once, and large blocks of a quantized cache.
+    # As on a GPU: all logits of a slice at once.
     monkeypatch.setattr(scoring, "FLOATS_AT_ONCE", 1 << 40)
-    monkeypatch.setattr(attention, "CACHE_BLOCK_BYTES", attention.GPU_CACHE_BLOCK_BYTES)
     with torch.device("meta"):
         model = shipped(name, num_hidden_layers=layers).eval()
-    model.name = name
     planned = plan(model, length=length * 1024)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         on_fake_tensors(model)

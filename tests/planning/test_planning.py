@@ -92,13 +92,11 @@ def test_llama_3_8b_at_128k():
 def test_reading():
     weights = 2 * 8_030_261_248
     cache = 2 * 131072 * 32 * 1024 * 2
-    states = 131072 * 2 * 4096
     one_pass = 131072 * 2 * (4 * 4096 + 3 * 14336)
     reading = plan("Llama-3-8B", length=131072).reading
     assert (reading["weights"], reading["KV cache"]) == (weights, cache)
     assert reading["perplexity"] == weights + one_pass
     assert reading["retrieval"] == weights + cache + one_pass
-    assert reading["kv-check"] == weights + max(2 * cache + one_pass + 3 * states, 3 * 2 * cache)
     # gemma-3-12b: 40 layers hold 1024 positions, 8 all of them
     assert plan("gemma-3-12b", length=131072).reading["KV cache"] == 2 * 2048 * 2 * (40 * 1024 + 8 * 131072)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-
 import matplotlib.image
 import pytest
 from support.report_pages import Page as Parsed
 from support.report_pages import accessible, loads_nothing
 
-import rope_patch
 from rope_patch.runtime.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write
 from rope_patch.runtime.plots import WIDTH, line_styles, new_figure
 
@@ -94,23 +90,3 @@ def test_figures_stand_beside_the_page_as_png_and_those_of_an_earlier_page_go(tm
 def test_lines_of_many_names_differ():
     numbered = line_styles([f"format {i}" for i in range(20)]).values()
     assert len({(style["color"], style["linestyle"]) for style in numbered}) == 20
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2.2."""
-    code = colour.lstrip("#")
-    code = "".join(2 * digit for digit in code) if len(code) == 3 else code
-    parts = [int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_text_has_the_contrast_of_wcag_aa():
-    style = (rope_patch.data_path("assets") / "page.html.jinja").read_text(encoding="utf-8")
-    blocks = re.findall(r":root \{([^}]*)\}", style)[:2]
-    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+)", block)) for block in blocks)
-    pairs = [("ink", "page"), ("soft", "page"), ("ink", "band")]
-    pairs += [(f"{name}-ink", name) for name in ("win", "lose", "open")]
-    for colours, (text, back) in itertools.product((light, dark), pairs):
-        bright, dim = sorted((luminance(colours[text]), luminance(colours[back])), reverse=True)
-        assert (bright + 0.05) / (dim + 0.05) >= 4.5, (text, back)
