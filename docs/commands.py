@@ -20,7 +20,7 @@ from rope_patch.methods import METHODS, Method, field_help
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import from_dict, to_dict
+from rope_patch.options.yaml_and_json import options_from_dict, to_dict
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
@@ -112,7 +112,7 @@ HEAD_OF_RECIPE = """\
 def recipe() -> str:
     """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
     required = {"model": {"name": "llama"}, "data": {"length": "32k"}, "output": "build/finetuned"}
-    text = with_help(from_dict(RecipeOptions, required))
+    text = with_help(options_from_dict(RecipeOptions, required))
     return HEAD_OF_RECIPE + text.replace("\n  length: 32k\n", "\n  # length: 32k\n")
 
 

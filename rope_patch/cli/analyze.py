@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.reports.plots import require_matplotlib
@@ -17,7 +17,7 @@ from rope_patch.runtime.packaged import name_of
 
 def analyze(words: Sequence[str]) -> None:
     """Run ``rope-patch analyze`` with the words that follow it."""
-    options = parse(AnalyzeOptions, words)
+    options = parse_words(AnalyzeOptions, words)
     from rope_patch.analysis import analyze as engine
     from rope_patch.reports import analysis as report
     from rope_patch.runtime.folders import folder_to_write

@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import ApplyOptions
 
 
 def apply(words: Sequence[str]) -> None:
     """Run ``rope-patch apply`` with the words that follow it."""
-    options = parse(ApplyOptions, words)
+    options = parse_words(ApplyOptions, words)
     from rope_patch.checkpoints.folder_patch import patch_folder
     from rope_patch.checkpoints.source_files import how_to_load
     from rope_patch.gguf.patch import patch_gguf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import resumable, write_and_show
 from rope_patch.options.evaluation import CompareOptions
 from rope_patch.reports.plots import require_matplotlib
@@ -15,7 +15,7 @@ from rope_patch.runtime.packaged import name_of
 
 def compare(words: Sequence[str]) -> None:
     """Run ``rope-patch compare`` with the words that follow it."""
-    options = parse(CompareOptions, words)
+    options = parse_words(CompareOptions, words)
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rope_patch.cli.extend import extend
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.shipped import DemoOptions
 
 DEMO_METHODS = (
@@ -24,7 +24,7 @@ DEMO_METHODS = (
 
 def demo(words: Sequence[str]) -> int:
     """Run ``rope-patch demo`` with the words that follow it, and return the exit status of ``extend``."""
-    options = parse(DemoOptions, words)
+    options = parse_words(DemoOptions, words)
     from rope_patch.runtime.packaged import data_path
 
     model = str(data_path("assets") / options.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import print_json
 from rope_patch.options.checkpoints import DoctorOptions
 
@@ -15,7 +15,7 @@ INEXPRESSIBLE = 3
 
 def doctor(words: Sequence[str]) -> int:
     """Run ``rope-patch doctor`` with the words behind it; return its exit status."""
-    options = parse(DoctorOptions, words)
+    options = parse_words(DoctorOptions, words)
     if options.method is not None:
         return _print_flags(options, options.method)
     if options.output is not None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import print_json
 from rope_patch.options.export import ExportOptions
 
 
 def export(words: Sequence[str]) -> None:
     """Run ``rope-patch export`` with the words that follow it."""
-    options = parse(ExportOptions, words)
+    options = parse_words(ExportOptions, words)
     from rope_patch.engines import export as write
     from rope_patch.runtime.folders import check_source
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, working_together
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import command_line, print_json, resumable, show_page
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.reports.plots import require_matplotlib
@@ -26,7 +26,7 @@ EXIT_NOTHING_CHOSEN = 4
 
 def extend(words: Sequence[str]) -> int:
     """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
-    options = parse(ExtendOptions, words)
+    options = parse_words(ExtendOptions, words)
     from rope_patch.extending.extend import Run
     from rope_patch.extending.write_extended import check_output
     from rope_patch.runtime.result_cache import RESULT_CACHE

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import resumable
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 from rope_patch.options.yaml_and_json import to_yaml
@@ -34,8 +34,8 @@ def finetune(words: Sequence[str]) -> int:
         files = [i for i, word in enumerate(words) if word.endswith((".yaml", ".yml")) and "=" not in word]
         # Behind the last file, so that the smaller values replace those of files, but not single values that follow.
         after = max(files, default=len(SMOKE_REQUIRED) - 1) + 1
-        words = [*words[:after], *smaller(parse(FinetuneOptions, words).recipe), *words[after:]]
-    options = parse(FinetuneOptions, words)
+        words = [*words[:after], *smaller(parse_words(FinetuneOptions, words).recipe), *words[after:]]
+    options = parse_words(FinetuneOptions, words)
     if options.dry_run:
         from rope_patch.training.models import training_plan
 

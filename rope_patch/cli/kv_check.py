@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import new_table, resumable, show, write_and_show
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.runtime import progress
@@ -21,7 +21,7 @@ def kv_check(words: Sequence[str]) -> None:
     if "--list" in words:  # before parsing, since it needs neither a model nor formats
         print_presets()
         return
-    options = parse(KvCheckOptions, words)
+    options = parse_words(KvCheckOptions, words)
     from dataclasses import replace
 
     from rope_patch.checkpoints.source_files import cache_scales

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import new_table, print_json, show
 from rope_patch.options.shipped import MethodsOptions
 
 
 def methods(words: Sequence[str]) -> None:
     """Run ``rope-patch methods`` with the words that follow it."""
-    options = parse(MethodsOptions, words)
+    options = parse_words(MethodsOptions, words)
     from dataclasses import fields
 
     from rope_patch.methods import METHODS, field_help

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Option, OptionSet, build, leaves
+from rope_patch.options.fields import Option, OptionSet, from_leaves, leaves
 from rope_patch.options.yaml_and_json import read_value, stated
 from rope_patch.runtime.text import did_you_mean
 
@@ -24,7 +24,7 @@ class UsageError(ValueError):
     """The words of a command line cannot be read as options; the message is one line."""
 
 
-def parse(kind: type[T], words: Sequence[str]) -> T:
+def parse_words(kind: type[T], words: Sequence[str]) -> T:
     """Return the options that the words of a command line state.
 
     If the options have a field ``config``, its YAML files and words ``key=value`` apply in the order in which they
@@ -60,7 +60,7 @@ def parse(kind: type[T], words: Sequence[str]) -> T:
     missing = [leaf.flag if leaf.positional else f"{leaf.flag} {leaf.metavar}" for leaf in required]
     if missing:
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
-    options: T = build(kind, values)
+    options: T = from_leaves(kind, values)
     return options
 
 

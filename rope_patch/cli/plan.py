@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.plan import PlanOptions
 
 
 def plan(words: Sequence[str]) -> None:
     """Run ``rope-patch plan`` with the words that follow it."""
-    options = parse(PlanOptions, words)
+    options = parse_words(PlanOptions, words)
     from rope_patch import planning
 
     step = asdict(options.step)

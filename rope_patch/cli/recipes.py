@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.shipped import RecipesOptions
 
 
 def recipes(words: Sequence[str]) -> None:
     """Run ``rope-patch recipes`` with the words that follow it."""
-    options = parse(RecipesOptions, words)
+    options = parse_words(RecipesOptions, words)
     from rope_patch import data_path
     from rope_patch.runtime.folders import folder_in_one_move
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.shipped import TasksOptions
 
 
 def tasks(words: Sequence[str]) -> None:
     """Run ``rope-patch tasks`` with the words that follow it."""
-    options = parse(TasksOptions, words)
+    options = parse_words(TasksOptions, words)
     from rope_patch import data_path
 
     path = data_path("eval_tasks")

@@ -66,7 +66,7 @@ class Dialect:
     obeys_betas: bool = True
     whole_factors: bool = True
     counts_positions: bool = False
-    context: Callable[[Mapping[str, Any]], contexts.Derived] = contexts.as_stated
+    context: Callable[[Mapping[str, Any]], contexts.Derived] = contexts.stated_context
 
 
 TOLERANCE = 1e-5
@@ -159,7 +159,7 @@ def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
     return float(((one - other).abs() / larger.clamp_min(frequencies.UNROTATED)).max())
 
 
-def build(
+def table_of_parameters(
     parameters: Mapping[str, Any],
     rotary_dim: int,
     context: int,

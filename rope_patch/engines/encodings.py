@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, table_of_parameters
 from rope_patch.methods.longrope import longrope_factors, longrope_parameters
 from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, settings_of
 from rope_patch.patching.encode import change_for_readers, completed
@@ -57,7 +57,7 @@ def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_t
     if model_type == "gemma4_text":  # SGLang's model of Gemma 4 passes the share on, unlike its other models
         dialect = replace(dialect, proportional_share=True)
     try:
-        return build(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
+        return table_of_parameters(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
     except RefusesError:
         return False
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, build
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, table_of_parameters
 from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
 from rope_patch.engines.program_contexts import kind_of, other_contexts
@@ -231,7 +231,7 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     # What llama.cpp computes from its options; of those in a file it reads no beta_fast and beta_slow.
     dialect = replace(DIALECTS["llama.cpp"], obeys_betas=True, ignored=frozenset())
     try:
-        expressed = build(encoded, table.rotary_dim, stated.context, dialect).equals(table)
+        expressed = table_of_parameters(encoded, table.rotary_dim, stated.context, dialect).equals(table)
     except RefusesError:
         expressed = False
     if not expressed:

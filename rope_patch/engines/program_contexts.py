@@ -53,7 +53,7 @@ def kind_of(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
-def as_stated(config: Mapping[str, Any]) -> Derived:
+def stated_context(config: Mapping[str, Any]) -> Derived:
     """Return the stated context, which transformers and llama.cpp use."""
     return config["max_position_embeddings"], ()
 

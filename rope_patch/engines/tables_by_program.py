@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch import frequencies
-from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, build
+from rope_patch.engines.dialect_tables import DIALECTS, SHARE, Built, RefusesError, table_of_parameters
 from rope_patch.engines.program_contexts import kind_of
 from rope_patch.engines.stated_config import ALL_SLIDE, FULL, SLIDING, LayerReach, StatedConfig
 from rope_patch.engines.verified_versions import ENGINES, SGLANG_BASE_ONLY, Program
@@ -135,7 +135,7 @@ def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if older is not None and older != newer and (older, newer) not in (("su", "longrope"), ("mrope", "default")):
         raise RefusesError(f"it fails where rope_type and its older name type disagree: {newer!r} and {older!r}")
     share = parameters.get(SHARE, 1.0)
-    built = build(
+    built = table_of_parameters(
         parameters,
         int(head_dim * share),
         stated.context,
@@ -158,7 +158,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     table = stated.tables[kind]
     family = stated.model_type
     if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' functions, on one dictionary
-        return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
+        return table_of_parameters(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
     if {"attn_factor", "extrapolation_factor"} & set(parameters):
         raise ValueError("it obeys keys of YaRN that transformers does not know")
     dialect = DIALECTS[program]
@@ -179,7 +179,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if dims != table.rotary_dim:
         reasons.append(f"{reading}, and takes {share:g}")
     if reads_all:
-        built = build(parameters, dims, stated.context, dialect, config=stated.complete)
+        built = table_of_parameters(parameters, dims, stated.context, dialect, config=stated.complete)
         return replace(built, reasons=(*reasons, *built.reasons))
     if kind_of(parameters) != "default":
         where = f"{family} models"
@@ -213,7 +213,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
                 "top of config.json"
             )
     context = int(raw.get("max_position_embeddings", stated.context))
-    built = build(parameters, dims, context, DIALECTS[program])
+    built = table_of_parameters(parameters, dims, context, DIALECTS[program])
     return replace(built, reasons=(*reasons, *built.reasons))
 
 
@@ -350,7 +350,7 @@ def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, re
         parameters[SHARE] = (rotated + rotated % 2 + 0.5) / dims  # an odd number of features is rounded up
     if kind == "yarn" and ("mscale" in parameters) != ("mscale_all_dim" in parameters):
         raise ValueError("it obeys one of mscale and mscale_all_dim without the other")
-    built = build(parameters, dims, stated.context, DIALECTS["mlx"])
+    built = table_of_parameters(parameters, dims, stated.context, DIALECTS["mlx"])
     return replace(built, reasons=(*reasons, *built.reasons))
 
 
@@ -400,7 +400,7 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # their converter writes factors
         dialect = replace(dialect, types=dialect.types | {"llama3"}, ignored=dialect.ignored - {"llama3"})
         full = {**_LLAMA3, **full}
-    return build(full, stated.head_dim(kind), context, dialect)
+    return table_of_parameters(full, stated.head_dim(kind), context, dialect)
 
 
 def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table: RotaryTable, context: int) -> Built:
@@ -417,7 +417,7 @@ def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table
             parameters["rope_theta"], table.rotary_dim, context, "its converter reads longrope alone on Phi-3"
         )
     own = {key: value for key, value in parameters.items() if key not in ("attention_factor", "long_mscale")}
-    built = build(own, table.rotary_dim, context, DIALECTS["vllm"])
+    built = table_of_parameters(own, table.rotary_dim, context, DIALECTS["vllm"])
     reason = "its converter ignores attention_factor of longrope, and computes one from the contexts"
     return Built(built.inv_freq, built.attention_scaling, context, None, (reason,))
 

@@ -69,7 +69,7 @@ this model.
 """
 
 
-def card(outcome: Extended, source: Path) -> str:
+def checkpoint_card(outcome: Extended, source: Path) -> str:
     """Return the model card of an extended checkpoint, in Markdown.
 
     Args:

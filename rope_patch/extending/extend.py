@@ -26,7 +26,7 @@ from rope_patch.extending.train_adapter import MODEL_COPY, Training, plan_traini
 from rope_patch.extending.write_extended import check_output, write_extended
 from rope_patch.methods.scaling import owner_of
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
-from rope_patch.options.yaml_and_json import from_dict, to_yaml
+from rope_patch.options.yaml_and_json import options_from_dict, to_yaml
 from rope_patch.patching.install import patched
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
@@ -90,7 +90,7 @@ def extend(
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
     name = model.config.name_or_path or type(model).__name__
-    settings = from_dict(ExtendSettings, {"model": name, **options})
+    settings = options_from_dict(ExtendSettings, {"model": name, **options})
     check_output(settings, Path(output), overwrite)
     run = Run(model, tokenizer, settings, Path(output), tokens)
     with contextlib.ExitStack() as stack:

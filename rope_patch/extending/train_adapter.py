@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rope_patch.modeling.identity import model_hash
 from rope_patch.options.extend import ExtendSettings
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import from_dict
+from rope_patch.options.yaml_and_json import options_from_dict
 from rope_patch.patching.install import patched
 from rope_patch.planning import plan
 from rope_patch.runtime.folders import folder_in_one_move
@@ -173,7 +173,7 @@ def train_adapter(
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     try:
-        finetune(from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
+        finetune(options_from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
     finally:
         to(device)
     return folder

@@ -20,7 +20,7 @@ from rope_patch.checkpoints.source_files import on_device
 from rope_patch.diagnosis.check import DIFFERS, UNKNOWN
 from rope_patch.diagnosis.programs import programs_agree
 from rope_patch.evaluation.count_tokens import check_tasks
-from rope_patch.extending.card import base_card, card
+from rope_patch.extending.card import base_card, checkpoint_card
 from rope_patch.extending.result import Extended
 from rope_patch.methods import as_method
 from rope_patch.options.extend import ExtendSettings
@@ -99,7 +99,7 @@ def write_extended(
             shutil.copyfile(of_base, folder / BASE_CARD)
         write_atomically(folder / "extend.yaml", to_yaml(outcome.options))
         write_atomically(folder / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
-        write_atomically(folder / "README.md", card(outcome, base))
+        write_atomically(folder / "README.md", checkpoint_card(outcome, base))
         add_report(outcome, folder)
     return outcome
 

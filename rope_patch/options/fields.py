@@ -285,7 +285,7 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
             yield replace(declared, path=(member.name,), name=name, default=values.get(member.name, member.default))
 
 
-def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
+def from_leaves(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
     """Return an object of options, made of the values of its leaves.
 
     Args:
@@ -298,7 +298,7 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
         if "kind" in one.metadata:
             defaults = {(name,): value for name, value in one.metadata["values"].items()}
             try:
-                arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+                arguments[one.name] = from_leaves(one.metadata["kind"], defaults | inner)
             except ValueError as error:
                 if not one.metadata["section"]:
                     raise

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rope_patch.options.fields import Option, OptionSet, build, leaves
+from rope_patch.options.fields import Option, OptionSet, from_leaves, leaves
 from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
 
 
-def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+def options_from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return options from the values that :func:`to_dict` gives; options without a value keep their defaults.
 
     Args:
@@ -25,7 +25,7 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ValueError: a name is unknown, or a value is out of its bounds.
     """
-    options: T = build(kind, dict(stated({leaf.key: leaf for leaf in leaves(kind)}, values)))
+    options: T = from_leaves(kind, dict(stated({leaf.key: leaf for leaf in leaves(kind)}, values)))
     return options
 
 

@@ -124,7 +124,7 @@ class PatchPlan(TableChange):
     settings: Mapping[str, Any]
 
 
-def encode(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> PatchPlan:
+def encode_tables(location: Location, method: Method, options: PatchRequest, *, recorded: bool = False) -> PatchPlan:
     """Apply a method to the base tables of a model, and find config settings that encode the new tables.
 
     From the settings the model's own rotary class rebuilds every table, to the last bit. The native encoding of each
@@ -188,7 +188,7 @@ def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:
     """Return the plan of the patch that a record describes, computed again from the base tables."""
     kinds = [kind for kind in record.layer_types if kind is not None]
     options = PatchRequest(kinds or None, record.target_length, freeze_at=record.freeze_at)
-    return encode(location, record.to_method(), options, recorded=True)
+    return encode_tables(location, record.to_method(), options, recorded=True)
 
 
 def _encode_table(

@@ -20,7 +20,7 @@ from rope_patch.patching.encode import (
     PatchRequest,
     TableChange,
     attributes_that_follow,
-    encode,
+    encode_tables,
     plan_from_record,
 )
 from rope_patch.patching.locate import Location, PatchError, device_of, locate
@@ -139,7 +139,7 @@ def plan_patch(
         raise PatchError(f"{location.name} is patched, but its config has lost the record: load the model again")
     if not isinstance(method, Default):
         location.check_contexts()
-    plan = encode(location, method, options)
+    plan = encode_tables(location, method, options)
     if not (plan.record.changed or isinstance(method, Default)):
         warnings.append(f"{plan.method} leaves every table of this {location.name} as it was")
     for kind in plan.record.layer_types:

@@ -42,7 +42,7 @@ def _page(analysis: Analysis, *sections: Callable[[Analysis], Section]) -> Page:
 
 
 def _summary(analysis: Analysis) -> Section:
-    return Section("Summary", findings(analysis), [pages.facts(facts(analysis), analysis.environment)])
+    return Section("Summary", findings(analysis), [pages.facts(analysis_facts(analysis), analysis.environment)])
 
 
 def _heads(analysis: Analysis) -> Section:
@@ -92,7 +92,7 @@ def _p_sweep(analysis: Analysis) -> Section:
     return Section("What p-RoPE would stop", [answer], listed)
 
 
-def facts(analysis: Analysis) -> list[tuple[str, str]]:
+def analysis_facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Return what was analyzed: checkpoint, text, versions."""
     capture = analysis.capture
     rows = analysis.rows
@@ -165,7 +165,7 @@ def _sinks(analysis: Analysis) -> DataTable | Note:
     hits_of: dict[str, list[tuple[float, str, int]]] = {}
     for layer in analysis.heads.layers:
         for head, place in (layer.sink_weight > SINK_WEIGHT).nonzero().tolist():
-            token = token_text(analysis, int(layer.sink_token[head, place]))
+            token = shown_token(analysis, int(layer.sink_token[head, place]))
             name = f"{layer.index}.{head}"
             position = int(layer.sink_position[head, place])
             hits_of.setdefault(token, []).append((float(layer.sink_weight[head, place]), name, position))
@@ -214,7 +214,7 @@ def _sweep(analysis: Analysis) -> DataTable:
 
 def tokens(analysis: Analysis) -> DataTable:
     """Return the text that single heads are shown on, token by token."""
-    names = [token_text(analysis, token) for token in analysis.single_heads[0].token_ids.tolist()]
+    names = [shown_token(analysis, token) for token in analysis.single_heads[0].token_ids.tolist()]
     rows: list[Cells] = []
     for start in range(0, len(names), TOKENS_PER_LINE):
         rows.append([str(start), Cell("  ".join(names[start : start + TOKENS_PER_LINE]), style="token")])
@@ -222,7 +222,7 @@ def tokens(analysis: Analysis) -> DataTable:
     return DataTable(f"The text of these figures, {len(names)} tokens", columns, rows, "", folded=True)
 
 
-def token_text(analysis: Analysis, token: int) -> str:
+def shown_token(analysis: Analysis, token: int) -> str:
     """Return the text of a token on one line; a space is shown as ␣."""
     # repr escapes what is not printable, and adds quotes.
     return repr(analysis.token_texts[token])[1:-1].replace(" ", "␣") or "(empty)"

@@ -204,7 +204,7 @@ def outliers(analysis: Analysis) -> Figure:
         "which are the lines in the middle, where pairs of more than 1.5 turns are not shown, and the larger a point, "
         "the longer its mean; right: long means are those of vectors that point one way."
     )
-    return figure(plots.outliers, points, title="Every pair: length and angle of its mean", caption=caption)
+    return figure(plots.draw_outliers, points, title="Every pair: length and angle of its mean", caption=caption)
 
 
 def by_distance(analysis: Analysis) -> Figure:
@@ -224,4 +224,4 @@ def by_distance(analysis: Analysis) -> Figure:
         "at every distance than at 0."
     )
     title = "What the longest pairs of the keys add, by distance"
-    return figure(plots.by_distance, panels, title=title, caption=caption)
+    return figure(plots.draw_by_distance, panels, title=title, caption=caption)

@@ -20,7 +20,7 @@ from rope_patch.patching.verify import verify_model
 from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
-from rope_patch.training.models import load_model, prepare
+from rope_patch.training.models import load_for_training, prepare_model
 from rope_patch.training.pack_rows import held_out, make_rows, packed_rows, rows_per_step
 from rope_patch.training.results import write_results
 from rope_patch.training.runs import RunFolder, inspect_folder
@@ -83,8 +83,8 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             if PartialState().is_main_process:
                 results = run.results
             return Result(run.out, results, finished_before=True)
-        model, tokenizer = load_model(options.model, options.train.precision, weights=not dry_run)
-        model = prepare(model, options)
+        model, tokenizer = load_for_training(options.model, options.train.precision, weights=not dry_run)
+        model = prepare_model(model, options)
         texts = held_out(options, tokenizer, None if run.checkpoint is None else run.work)
         suite = suite_of(options, tokenizer, texts)
         if dry_run and run.checkpoint is None:

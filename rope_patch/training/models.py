@@ -44,7 +44,7 @@ def bundled_folder_or_name(name: str) -> str:
     return name
 
 
-def load_model(
+def load_for_training(
     options: ModelOptions, compute: str = "bfloat16", *, weights: bool = True
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer.
@@ -105,7 +105,7 @@ def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype)
     )
 
 
-def prepare(model: PreTrainedModel, options: RecipeOptions) -> Any:
+def prepare_model(model: PreTrainedModel, options: RecipeOptions) -> Any:
     """Patch a model in place and add adapters to it.
 
     Args:

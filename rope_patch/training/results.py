@@ -110,7 +110,7 @@ def write_results(
     }
     evaluated = {name: scores.to_dict() for name, scores in evaluations.items()}
     write_atomically(out / "evaluation.json", json.dumps(evaluated, allow_nan=False))
-    write_atomically(out / "README.md", card(options, results, after))
+    write_atomically(out / "README.md", adapter_card(options, results, after))
     write_atomically(
         out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
     )  # written last: its presence means that the run is finished
@@ -125,7 +125,7 @@ def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]
     return retrieval_warnings(evaluations, unpatched, trained)
 
 
-def card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:
+def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:
     """Return the model card.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 from support.commands import invoke
 
 import rope_patch
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.yaml_and_json import to_dict
 
@@ -31,5 +31,5 @@ def test_quick_demo(tmp_path, monkeypatch):
     saved = rope_patch.load(tmp_path / "rope-patch-demo")
     assert saved.config.max_position_embeddings == 1024
     assert str(rope_patch.verify(saved).record.to_method()) == "yarn:factor=4"
-    shown = parse(ExtendOptions, shown[3:]).settings
+    shown = parse_words(ExtendOptions, shown[3:]).settings
     assert to_dict(shown) == record["options"] and shown.methods == ("yarn", "nope"), "what it shows is what it ran"

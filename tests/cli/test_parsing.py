@@ -9,7 +9,7 @@ import pytest
 from support.commands import invoke
 from support.fresh import run_code
 
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
 from rope_patch.options.shared import Machine
@@ -42,13 +42,15 @@ COMPARE = ("./llama", "--methods", "default yarn", "--lengths", "1k")
 
 
 def test_lists_are_one_word_and_lengths_may_be_in_thousands():
-    options = parse(CompareOptions, ["m", "--methods", "default,yarn:factor=4", "--lengths", "8k 1000", "--chunk=2k"])
+    options = parse_words(
+        CompareOptions, ["m", "--methods", "default,yarn:factor=4", "--lengths", "8k 1000", "--chunk=2k"]
+    )
     assert options.methods == ("default", "yarn:factor=4")
     assert options.evaluation == EvalSpec([1000, 8192], chunk=2048)
 
 
 def test_flags_and_null():
-    options = parse(CompareOptions, [*COMPARE, "--no-report", "--json", "--haystack", "null"])
+    options = parse_words(CompareOptions, [*COMPARE, "--no-report", "--json", "--haystack", "null"])
     assert (options.report, options.as_json, options.evaluation.haystack) == (False, True, None)
 
 
@@ -104,14 +106,14 @@ def files(tmp_path, monkeypatch):
 
 
 def test_files_stack_and_flags_win(files):
-    options = parse(RunOptions, ["-c", "one.yaml", "--samples", "5", "--recipe=two.yaml"])
+    options = parse_words(RunOptions, ["-c", "one.yaml", "--samples", "5", "--recipe=two.yaml"])
     assert options.model == "./llama" and options.train and options.report
     assert options.evaluation == EvalSpec([1024, 2048], samples=5, chat_template="off")
     assert options.machine == Machine(dtype="float32", threads=2)
 
 
 def test_positional_files_and_keys_apply_in_their_order(files):
-    options = parse(
+    options = parse_words(
         RecipeOptions,
         ["samples=7", "--train", "one.yaml", "lengths=8k, 64", "two.yaml", "seed=3", "machine.threads=4"],
     )
@@ -120,11 +122,11 @@ def test_positional_files_and_keys_apply_in_their_order(files):
 
 
 def test_an_argument_that_is_written_replaces_that_of_a_file(files):
-    assert parse(RunOptions, ["other", "-c", "one.yaml"]).model == "other"
+    assert parse_words(RunOptions, ["other", "-c", "one.yaml"]).model == "other"
 
 
 def test_a_value_behind_a_flag_is_no_key(files):
-    assert parse(RunOptions, ["-c", "one.yaml", "--text", "samples=3"]).evaluation.text == "samples=3"
+    assert parse_words(RunOptions, ["-c", "one.yaml", "--text", "samples=3"]).evaluation.text == "samples=3"
 
 
 def test_a_reader_that_ends_is_no_error():

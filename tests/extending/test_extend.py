@@ -26,17 +26,17 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForC
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.extending.card import card
+from rope_patch.extending.card import checkpoint_card
 from rope_patch.extending.extend import Run, extend
 from rope_patch.extending.round_sizes import TOO_FEW
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
 from rope_patch.extending.write_extended import other_programs, write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
-from rope_patch.options.yaml_and_json import from_dict, to_dict
+from rope_patch.options.yaml_and_json import options_from_dict, to_dict
 from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.progress import listen
 
@@ -97,15 +97,15 @@ def test_the_card_and_the_record_say_why(extended):
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert row[2] == after.scores.retrieval["passkey"].answered(512)
     assert record["other_programs"] == [] and "MLX compute the same table" in page
-    again = parse(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
+    again = parse_words(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
     assert again.settings == outcome.options
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
 
 
 def test_the_card_holds_the_warnings_of_the_scores(extended, monkeypatch):
-    assert "**Note**" not in card(extended[0], LLAMA)
+    assert "**Note**" not in checkpoint_card(extended[0], LLAMA)
     monkeypatch.setattr(Comparison, "warnings", ["too hard a task"])
-    assert "**Note**: too hard a task." in card(extended[0], LLAMA)
+    assert "**Note**: too hard a task." in checkpoint_card(extended[0], LLAMA)
 
 
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
@@ -114,7 +114,7 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
     (sentence,) = (one for one in other_programs(tmp_path / "model") if "llama.cpp" in one)
     assert re.fullmatch(r"llama\.cpp \w+: .+longrope.+ Run: rope-patch export \S+/model --to gguf .+", sentence)
     outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
-    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in card(outcome, LLAMA)
+    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in checkpoint_card(outcome, LLAMA)
 
 
 def test_programs_that_were_not_compared_are_named_once(tmp_path):
@@ -194,7 +194,7 @@ def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llam
 
 
 def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
-    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK})
+    settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK})
     read = []
     run = Run(llama, TOKENIZER, settings, tmp_path / "out", MANY)
     rounds, _ = run.plan()
@@ -214,7 +214,7 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     ids=["both", "niah", "neither"],
 )
 def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, answered, asked, read):
-    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK})
+    settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK})
     said = []
     probes = []
 
@@ -235,7 +235,9 @@ def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, 
 
 def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(NeedleSuite, "run", None)
-    run = Run(llama, TOKENIZER, from_dict(ExtendSettings, {"model": "llama", "tasks": ["niah"], **QUICK}), tmp_path)
+    run = Run(
+        llama, TOKENIZER, options_from_dict(ExtendSettings, {"model": "llama", "tasks": ["niah"], **QUICK}), tmp_path
+    )
     run.choose_task()
     assert run.suite.task == "niah"
 
@@ -243,7 +245,7 @@ def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2), (4.0, 1)])
 def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds):
     model = bold(max_position_embeddings=256)
-    settings = from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
+    settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
     now = [0.0]
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -382,7 +384,7 @@ def test_a_scaled_checkpoint_has_candidates_of_its_own(tmp_path, kind, candidate
     model = tiny_model(max_position_embeddings=256, rope_parameters=scaling)
     said: list[str] = []
     with listen(on_sentence=said.append):
-        run = Run(model, TOKENIZER, from_dict(ExtendSettings, {"model": "m", "length": 512}), tmp_path / "out")
+        run = Run(model, TOKENIZER, options_from_dict(ExtendSettings, {"model": "m", "length": 512}), tmp_path / "out")
     assert run.methods == candidates
     said = [line for line in said if line.startswith("left out")]
     assert [line.split(": ")[1] for line in said] == ["yarn, mrrope, llama3"] * (kind == "linear")

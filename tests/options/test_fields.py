@@ -12,9 +12,9 @@ import yaml
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import (
     OptionSet,
-    build,
     contained,
     flag,
+    from_leaves,
     leaves,
     number,
     path,
@@ -72,7 +72,7 @@ def test_a_default_in_tokens_is_shown_in_thousands():
 
 
 def test_options_are_built_from_the_values_of_their_leaves():
-    options = build(Outer, {("model",): "m", ("inner", "lengths"): [128], ("section", "chunk"): 8})
+    options = from_leaves(Outer, {("model",): "m", ("inner", "lengths"): [128], ("section", "chunk"): 8})
     assert options == Outer("m", Inner((128,), (0.5,)), Inner((64,), chunk=8))
     assert json.loads(json.dumps(to_dict(options))) == yaml.safe_load(to_yaml(options))
     assert to_dict(options)["section"] == {"lengths": [64], "depths": [0.0, 1.0], "chunk": 8}

@@ -24,7 +24,7 @@ from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures
-from rope_patch.reports.analysis import token_text
+from rope_patch.reports.analysis import shown_token
 from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 from rope_patch.runtime.page import Figure, render, write
 from rope_patch.texts.domains import TextRows
@@ -177,8 +177,8 @@ def test_tokens_are_seen_and_do_no_harm(page):
     token_names = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
     assert rows[0] == ["0", "  ".join((token_names * 3)[:8])]
     assert rows[1][0] == "8"
-    assert token_text(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
-    assert token_text(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
+    assert shown_token(replace(random_analysis(), token_texts={7: "a\tb\x00\u202e"}), 7) == r"a\tb\x00\u202e"
+    assert shown_token(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(page):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rope_patch
-from rope_patch.cli.parsing import parse
+from rope_patch.cli.parsing import parse_words
 from rope_patch.options.finetune import FinetuneOptions, RecipeOptions
 
 LLAMA = rope_patch.data_path("assets") / "llama"
@@ -32,7 +32,7 @@ SMALL = [
 
 def recipe(*words: str | Path) -> RecipeOptions:
     """Return the options from YAML files and overrides such as ``train.steps=3``; later ones replace earlier ones."""
-    return parse(FinetuneOptions, [str(word) for word in words]).recipe
+    return parse_words(FinetuneOptions, [str(word) for word in words]).recipe
 
 
 def losses(result):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rope_patch.patching.locate import locate
 from rope_patch.planning.shapes import shape_of
 from rope_patch.runtime.packaged import data_path
-from rope_patch.training.models import BUNDLED_MODELS, prepare, training_plan
+from rope_patch.training.models import BUNDLED_MODELS, prepare_model, training_plan
 from rope_patch.training.trainer import training_arguments
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -82,7 +82,7 @@ def test_a_step_in_shapes_alone(files, tmp_path):
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
     options = recipe(*BASE, *files)
     model = two_layers(options)
-    model = prepare(model, options)
+    model = prepare_model(model, options)
     record = locate(model).record
     assert record is not None and (
         options.patch.method is None or record.changed == (options.patch.method != "default")

@@ -117,7 +117,7 @@ def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(tmp_path):
 
 
 def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
-    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("it was loaded again"))
+    monkeypatch.setattr(module, "load_for_training", lambda *_: pytest.fail("it was loaded again"))
     again = finetune(options(done.folder, "evaluation.every=2"))
     assert again.results == done.results and again.finished_before and not done.finished_before
 

@@ -10,7 +10,7 @@ from support.recipe_runs import recipe
 
 from rope_patch.cli.finetune import smaller
 from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import from_dict, to_dict, to_yaml
+from rope_patch.options.yaml_and_json import options_from_dict, to_dict, to_yaml
 from rope_patch.training.trainer import check_training
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -71,7 +71,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text, tmp_path):
     parsed = words(f"model.revision={text}", f"data.source={text}", f"output={text}", "evaluation.depths=0.0 0.5")
     assert (parsed.model.revision, parsed.data.source, str(parsed.output)) == (text, text, text)
     (tmp_path / "a.yaml").write_text(to_yaml(parsed), encoding="utf-8")
-    assert recipe(tmp_path / "a.yaml") == parsed == from_dict(RecipeOptions, to_dict(parsed))
+    assert recipe(tmp_path / "a.yaml") == parsed == options_from_dict(RecipeOptions, to_dict(parsed))
     assert words("model.revision=null").model.revision is None
 
 

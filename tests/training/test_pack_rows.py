@@ -25,7 +25,7 @@ from rope_patch.options.finetune import DataOptions, ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning.shapes import shape_of
 from rope_patch.texts.documents import encode
-from rope_patch.training.models import load_model, prepare, target_pattern
+from rope_patch.training.models import load_for_training, prepare_model, target_pattern
 from rope_patch.training.pack_rows import conversation, held_out, make_rows, open_source, packed_rows
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, and number {} sleeps. "
@@ -266,18 +266,18 @@ def test_a_vision_tower_is_left_alone():
 
 def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
     with pytest.warns(UserWarning, match=r"no patch\.method"):
-        model = prepare(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
+        model = prepare_model(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
     record = locate(model).record
     assert str(record.to_method()) == "default" and record.target_length == 64
     patched = bold_model()
     rope_patch.apply(patched, "yarn", factor=2)
-    prepared = prepare(patched, asked_for("patch.method=null", "lora.rank=2"))
+    prepared = prepare_model(patched, asked_for("patch.method=null", "lora.rank=2"))
     assert str(locate(prepared).record.to_method()) == "yarn:factor=2"
     again = bold_model()
     rope_patch.apply(again, "yarn", factor=2)
     with pytest.raises(PatchError):
-        prepare(again, asked_for("lora.rank=2"))
-    replaced = prepare(again, asked_for("lora.rank=2", "patch.replace=true"))
+        prepare_model(again, asked_for("lora.rank=2"))
+    replaced = prepare_model(again, asked_for("lora.rank=2", "patch.replace=true"))
     assert str(locate(replaced).record.to_method()) == "yarn:factor=4"
 
 
@@ -289,12 +289,12 @@ def test_data_that_ends_is_read_again(tmp_path):
 
 
 def test_a_checkpoint_is_loaded_as_asked():
-    model, tokenizer = load_model(ModelOptions("llama", dtype="float32", attention="eager"))
+    model, tokenizer = load_for_training(ModelOptions("llama", dtype="float32", attention="eager"))
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager" and len(tokenizer) == 1024
-    model, _ = load_model(ModelOptions("llama"))
+    model, _ = load_for_training(ModelOptions("llama"))
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="nothing-here"):
-        load_model(ModelOptions("./nothing-here"))
+        load_for_training(ModelOptions("./nothing-here"))
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_loaded_as_asked():
 def test_quantized_weights_are_packed_and_adapters_on_them_learn(quantization, tmp_path):
     import bitsandbytes
 
-    model, _ = load_model(ModelOptions("llama", dtype="float32", quantization=quantization))
+    model, _ = load_for_training(ModelOptions("llama", dtype="float32", quantization=quantization))
     kind = {"nf4": bitsandbytes.nn.Linear4bit, "8bit": bitsandbytes.nn.Linear8bitLt}[quantization]
     packed = {name for name, module in model.named_modules() if isinstance(module, kind)}
     assert packed == hit(model, "all-linear"), "every projection, and nothing else"
@@ -311,7 +311,7 @@ def test_quantized_weights_are_packed_and_adapters_on_them_learn(quantization, t
         weight = model.model.layers[0].mlp.up_proj.weight
         assert weight.quant_state.quant_type == "nf4" and weight.quant_state.nested
         assert weight.dtype == torch.float32, "stored as the others are, for FSDP"
-    model = prepare(model, asked_for("lora.rank=2"))
+    model = prepare_model(model, asked_for("lora.rank=2"))
     loss = model(input_ids=ids(24), labels=ids(24)).loss
     loss.backward()
     assert 0 < loss < 20
@@ -327,7 +327,7 @@ def test_what_is_quantized_already_is_not_quantized_again(tmp_path):
     config.save_pretrained(tmp_path)
     message = f"{tmp_path} is quantized already: set model.quantization=none"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_model(ModelOptions(str(tmp_path), quantization="nf4"))
+        load_for_training(ModelOptions(str(tmp_path), quantization="nf4"))
 
 
 @pytest.mark.filterwarnings("ignore:the data ends")

@@ -131,7 +131,7 @@ def head_view(norms: Sequence[Map], pattern: Tensor, terms: Mapping[str, Tensor]
     return figure
 
 
-def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
+def draw_outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
     """Draw every pair of the mean queries and keys by radius, angle, turns and circular deviation.
 
     *Source*: Jonasson, arXiv:2503.01832, figures 2, 8 and 11. In the middle both bounds are lines.
@@ -173,7 +173,7 @@ def outliers(points: Mapping[str, Sequence[MeanPair]], *, title: str) -> Figure:
     return figure
 
 
-def by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, title: str) -> Figure:
+def draw_by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, title: str) -> Figure:
     """Draw what one pair adds to the mean logit of a head by distance, beside all pairs and all others.
 
     *Source*: Jonasson, arXiv:2503.01832, figures 5, 6 and 10.

@@ -161,8 +161,8 @@ KV_CACHE = (
     Mutation(
         "attention_scaling_is_applied_twice",
         "rope_patch/kv_cache/plans.py",
-        "cos, sin = cos / size, -sin / size",
-        "cos, sin = cos, -sin",
+        "            cos = cos / size\n            sin = -sin / size\n",
+        "            sin = -sin\n",
     ),
     Mutation(
         "copy_of_a_cache_shares_its_blocks",

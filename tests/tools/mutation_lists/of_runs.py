@@ -54,8 +54,8 @@ TRAINING = (
     Mutation(
         "beginning_of_a_turn_is_learned",
         "rope_patch/training/pack_rows.py",
-        "render(i, ask=True), render(i + 1)",
-        "render(i), render(i + 1)",
+        "before = render(i, ask=True)\n",
+        "before = render(i)\n",
     ),
     Mutation(
         "seed_of_positions_is_ignored",
