@@ -168,7 +168,9 @@ def remedies(
     """
     worst = sorted(worst_layers(costs))
     flag = f"vLLM: --kv-cache-dtype-skip-layers {' '.join(map(str, worst))}"
-    found = [(Remedy(f"layers {ranges_text(worst)} in full precision", flag), with_sides(Side(), Side(), worst))]
+    found = [
+        (Remedy(f"the worst layers ({ranges_text(worst)}) in full precision", flag), with_sides(Side(), Side(), worst))
+    ]
     if not of_keys:
         return found
     key = scheme.key

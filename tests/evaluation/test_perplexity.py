@@ -18,7 +18,7 @@ from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling import scoring
 from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
-from rope_patch.patching.cache_argument import cache_argument, cache_in
+from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.runtime.progress import listen
 from rope_patch.texts.documents import TokenDocument, encode
 
@@ -114,7 +114,7 @@ def test_the_cache_of_chunks_forgets_what_sliding_layers_do_not_read():
     seen = set()
 
     def keep(module, args, kwargs):
-        seen.add(cache_in(kwargs))
+        seen.add(kwargs[cache_argument(module)])
 
     model.model.register_forward_pre_hook(keep, with_kwargs=True)
     perplexity(model, ids(60, batch=1), chunk=8)

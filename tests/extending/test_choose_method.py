@@ -35,7 +35,7 @@ def row(method, within=2.0, end=2.0, right=(20, 20), spread=0.0, trained=False, 
 
     cells = tuple(RetrievalCell(n, 0.5, samples(hits)) for n, hits in zip((TRAINED, TARGET), right, strict=True))
     table = RotaryTable(torch.ones(2), 1.0, rope_type="yarn", rope_theta=1e4, max_position_embeddings=TRAINED)
-    answers = RetrievalResult("passkey", cells, 0, "text", "", None, ())
+    answers = RetrievalResult("passkey", cells, 0, "text", "", ())
     return Row(method, result_of(perplexity_of(losses, EDGES), answers), (table,), trained)
 
 

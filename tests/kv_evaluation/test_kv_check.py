@@ -257,7 +257,7 @@ def test_attribution_is_what_happens_without():
     assert helped.pop("the mean key subtracted before rounding") > 0  # see test_kv_cache.py
     assert worst_layers(attribution.layers) == (0,)
     assert helped == {
-        "layer 0 in full precision": cost("k=int2;v=int3;skip=0"),
+        "the worst layers (0) in full precision": cost("k=int2;v=int3;skip=0"),
         "a scale per channel of keys (int2.channel32)": cost("k=int2.channel32;v=int3"),
         "features of keys rotated (hadamard)": cost("k=int2.hadamard;v=int3"),
     }

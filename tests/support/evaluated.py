@@ -52,7 +52,7 @@ def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
         )
         for place, column in hits.items()
     )
-    return RetrievalResult(task, cells, 0, haystack, "", None, (), chat)
+    return RetrievalResult(task, cells, 0, haystack, "", (), chat)
 
 
 def perplexity_of(losses, edges):

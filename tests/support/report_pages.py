@@ -44,7 +44,7 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         for length in lengths
         for depth in DEPTHS
     )
-    retrieval_result = RetrievalResult(task, cells, 7, "noise", "cd" * 32, None, (0, 5))
+    retrieval_result = RetrievalResult(task, cells, 7, "noise", "cd" * 32, (0, 5))
     tables = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
     return Row(method, result_of(score, retrieval_result, seed=7), tables)
 

@@ -12,10 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import theory
-from rope_patch.frequencies import (
-    geometric,
-    ntk_theta,
-)
+from rope_patch.frequencies import geometric
+from rope_patch.methods.ntk import ntk_theta
 
 PLAIN = geometric(1e4, 128)
 TABLES = {
