@@ -187,7 +187,7 @@ def test_a_command_reads_weights_onto_the_gpu_and_moves_no_model(tmp_path, kind)
 def test_a_recipe_reads_weights_onto_the_gpu_unless_a_launcher_may_spread_them(tmp_path, launched):
     if launched:
         os.environ["WORLD_SIZE"] = "2"
-    model, _ = training.load_model(ModelOptions("llama"))
+    model, _ = training.load_for_training(ModelOptions("llama"))
     assert model.device.type == ("cpu" if launched else "cuda")
 
 

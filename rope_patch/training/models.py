@@ -109,7 +109,7 @@ def prepare_model(model: PreTrainedModel, options: RecipeOptions) -> Any:
     """Patch a model in place and add adapters to it.
 
     Args:
-        model: a model that :func:`load_model` returned; it is changed in place.
+        model: a model that :func:`load_for_training` returned; it is changed in place.
         options: the options of the run, whose sections ``patch`` and ``lora`` are read.
 
     Returns:
