@@ -75,7 +75,7 @@ def described(kind: type[OptionSet]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions; :func:`parse` checks which options are required."""
+    """A parser whose errors are exceptions; :func:`parse_words` checks which options are required."""
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`, where argparse would end the process."""
