@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def reading(self) -> dict[str, int]:
-        """Weights and cache of one sequence of this length, and the peak of each measurement on it [bytes]."""
+        """Weights and cache of one sequence of this length, and the peaks of perplexity and retrieval on it [bytes]."""
         return reading_memory(self.shape, self.options)
 
     def fits(self, gpu_memory: float) -> bool:
