@@ -101,10 +101,9 @@ def _of_folder(source: str | Path) -> ProgramComparison:
         if not reading.unverified and not reading.agrees(stated):
             fix = _fix(source, name, model)
         rows += _rows(name, reading, stated, fix)
-    # Without the record: checks of their own say what differs from it.
-    warnings = replace(location, record_data=None).warnings
     unread = [f"transformers does not read {name}; an engine that does attends otherwise" for name in stated.unread]
-    return ProgramComparison(tuple(rows), (*warnings, *unread))
+    # Without the record: checks of their own say what differs from it.
+    return ProgramComparison(tuple(rows), (*replace(location, record_data=None).warnings, *unread))
 
 
 def _reference(program: str, table: RotaryTable) -> ProgramReading:

@@ -70,9 +70,7 @@ def retrieval_warnings(scores: Mapping[str, EvalResult], unpatched: str, trained
         results = [scores[unpatched]]
     else:
         subject = "the best method"
-        unmeasured = (
-            ", and the unpatched model was not measured (rope-patch compare measures it with --methods default)"
-        )
+        unmeasured = ", and the unpatched model was not measured (rope-patch compare takes --methods default)"
         results = list(scores.values())
     return [
         f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained length of "

@@ -75,8 +75,7 @@ class Scaling(Method):
             except ValueError as error:
                 raise ValueError(f"{error}: config.json states the one that is not given, choose another") from None
         factor = own_factor(table)
-        followed = self.following(stated, factor)
-        return restated(table, factor=factor * self.stretch, **followed | changes)
+        return restated(table, factor=factor * self.stretch, **self.following(stated, factor) | changes)
 
     def with_factor(self, factor: float, table: RotaryTable) -> Method:
         """Return the method with the factor over the plain table, and what else of the scaled table it keeps."""

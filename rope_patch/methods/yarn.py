@@ -128,14 +128,9 @@ class ByTurns(Scaling):
         stated = table.rope_parameters or {}
         both = [stated.get(name) for name in ("mscale", "mscale_all_dim")]
         attention = self.attention_factor
-        if all(both) and attention is None and self.keeps_ratio:
+        if all(both) and attention is None:
             attention = yarn_scaling(factor, *both)
         return replace(self, factor=factor, attention_factor=attention)
-
-    @property
-    def keeps_ratio(self) -> bool:
-        """Whether DeepSeek's ratio of a scaled table stays: not where another is given."""
-        return True
 
     def arguments(self, table: RotaryTable) -> dict[str, Any]:
         """Return the arguments that decide by how much each pair is divided."""
@@ -168,10 +163,11 @@ class Yarn(ByTurns, name="yarn"):
             return self.attention_factor
         return yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
 
-    @property
-    def keeps_ratio(self) -> bool:
-        """Whether DeepSeek's ratio of a scaled table stays: not where another is given."""
-        return not self.mscale
+    def with_factor(self, factor: float, table: RotaryTable) -> Method:
+        """Return the method with the factor; a ratio that is given stands before that of the scaled table."""
+        if self.mscale:
+            return replace(self, factor=factor)
+        return super().with_factor(factor, table)
 
     def following(self, stated: Mapping[str, Any], factor: float) -> dict[str, Any]:
         """Return ``attention_factor`` if it is what the factor implies; any other is a setting, and is kept."""
