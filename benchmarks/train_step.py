@@ -56,7 +56,7 @@ from measuring import (
     write,
 )
 from rope_patch.modeling import training_loss as loss_module
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.training_loss import token_loss
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}

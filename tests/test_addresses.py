@@ -33,7 +33,7 @@ HOLDS = {
     "engines/test_flags.py": "engines/program_contexts",
     "evaluation/test_answers.py": "evaluation/retrieval/chat_template",
     "evaluation/test_compare.py": "evaluation/metrics modeling/environment",
-    "evaluation/test_perplexity.py": "evaluation/perplexity/* modeling/scoring modeling/read_at_once",
+    "evaluation/test_perplexity.py": "evaluation/perplexity/* modeling/read_at_once",
     "evaluation/test_prompts.py": "evaluation/retrieval/haystack",
     "evaluation/test_retrieval.py": "evaluation/retrieval/*",
     "evaluation/test_spec_and_suite.py": "evaluation/suite evaluation/count_tokens",
@@ -67,6 +67,7 @@ HOLDS = {
     "evaluation/test_finished_work.py": "runtime/result_cache",
     "theory/test_theory.py": "theory",
     "training/test_finetune.py": "training/models training/results training/runs training/trainer",
+    "modeling/test_reader.py": "modeling/after_decoder",
     "training/test_training.py": "modeling/training_loss",
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.read_at_once import WEIGHTS_BLOCK_BYTES
@@ -60,21 +61,21 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
     root: Any = locate(model).model
     check_ids(rows, root.get_input_embeddings().num_embeddings)
     layers = root.config.get_text_config().num_hidden_layers
-    decoder = root.get_decoder()
+    path = decoder_path(root)
     device = device_of(root.get_input_embeddings())
     on_text = _Pass(rows)
     on_repeated = _Pass(repeated_tokens(rows)[None])
     reads = rows.numel() + on_repeated.rows.numel()
     with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
-        _check_reproduced(root, decoder, rows[0, :64].to(device))
+        _check_reproduced(root, path[0], rows[0, :64].to(device))
         for current in (on_text, on_repeated):
             with attending_with(root, ATTENTION_NAME, current):
                 for number, ids in enumerate(current.rows):
                     current.row = number
                     current.layers_done = set()
-                    with progress.forward_pass(decoder, len(ids)):
-                        decoder(input_ids=ids[None].to(device), use_cache=False)
+                    with progress.forward_pass(path[-1], len(ids)):
+                        path[0](input_ids=ids[None].to(device), use_cache=False)
                     missing = sorted(set(range(layers)) - current.layers_done)
                     if missing:
                         raise ValueError(

@@ -29,7 +29,7 @@ from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_w
 from rope_patch.methods import MethodLike
 from rope_patch.methods.default import Default
 from rope_patch.modeling.environment import environment
-from rope_patch.modeling.scoring import model_name
+from rope_patch.modeling.reader import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.patching.encode import PatchPlan, PatchRequest
 from rope_patch.patching.install import for_target, installed, plan_patch

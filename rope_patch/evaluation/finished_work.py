@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.modeling.identity import differs, fixed_logits, model_hash, weights_digest
-from rope_patch.modeling.scoring import CacheFactory
+from rope_patch.modeling.reader import CacheFactory
 from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import from_first_process
 from rope_patch.runtime.result_cache import key, open_cache

@@ -22,7 +22,7 @@ from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.suite import EvalResult, Suite
 from rope_patch.evaluation.tasks import TASKS, Draw, Question
 from rope_patch.modeling.inputs import check_ids, tensor_hash
-from rope_patch.modeling.scoring import Reader, losses
+from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import key

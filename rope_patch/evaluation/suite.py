@@ -19,7 +19,7 @@ from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.modeling.scoring import CacheFactory
+from rope_patch.modeling.reader import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.texts.builtin_text import Corpus, builtin_text
 from rope_patch.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text

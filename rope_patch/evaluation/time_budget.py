@@ -10,7 +10,7 @@ from torch import nn
 
 from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.read_across_processes import reading_processes
-from rope_patch.modeling.scoring import Reader, losses
+from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of
 from rope_patch.runtime.parallel import from_first_process

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]

@@ -30,7 +30,7 @@ from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.options.fields import COUNT
 from rope_patch.patching.install import apply, reapply
 from rope_patch.patching.locate import locate

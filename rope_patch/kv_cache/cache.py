@@ -16,6 +16,7 @@ from rope_patch.kv_cache.block_rounding import scheme_identity
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.patching.locate import Location, locate
 
@@ -110,7 +111,7 @@ def quantized(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(recording_turns(location, run))
-        stack.callback(root.get_decoder().register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
+        stack.callback(decoder_path(root)[0].register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:
             stack.enter_context(attending_by(run, root))

@@ -18,7 +18,7 @@ from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import locate
 
@@ -67,8 +67,9 @@ def attention_errors(
         errors.append(_errors(stores, query[0].cpu(), scaling))
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
+    reader = Reader(model)  # it reads a few tokens itself, which are not observed
     with in_eval_mode(model), recording_turns(location, plain), attending_by(plain, root):
-        Reader(model).states(token_ids[None])
+        reader.states(token_ids[None])
     return errors
 
 

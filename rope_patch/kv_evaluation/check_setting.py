@@ -14,7 +14,7 @@ from rope_patch.evaluation.finished_work import FinishedWork
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.attention_layers import AttentionLayer
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.result_cache import key

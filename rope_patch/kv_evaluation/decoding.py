@@ -26,7 +26,7 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 

@@ -30,7 +30,7 @@ from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.environment import environment
-from rope_patch.modeling.scoring import model_name
+from rope_patch.modeling.reader import model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import locate

@@ -31,7 +31,7 @@ from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKEN
 from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import tensor_hash
-from rope_patch.modeling.scoring import CacheFactory
+from rope_patch.modeling.reader import CacheFactory
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rope_patch.frequencies import zero_unrotated
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -133,7 +134,7 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     size = root.get_input_embeddings().num_embeddings
     ids = probe * max(1, size // (2 * PROBE_TOKENS)) % size  # from all over the vocabulary
     with in_eval_mode(model):
-        calls = record_attention(location.model, root.get_decoder(), ids, positions)
+        calls = record_attention(location.model, decoder_path(root)[0], ids, positions)
     if not calls:
         raise ValueError(
             f"{name} does not attend through transformers' AttentionInterface: what it rotates cannot be checked"

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rope_patch.modeling.scoring import CacheFactory, Reader
+from rope_patch.modeling.reader import CacheFactory, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.runtime import progress

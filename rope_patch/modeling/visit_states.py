@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.inputs import check_ids
@@ -49,7 +50,7 @@ def visit_states(
         root: Any = location.model
         embedding = root.get_input_embeddings()
         check_ids(rows, embedding.num_embeddings)
-        decoder = root.get_decoder()
+        path = decoder_path(root)
         shown = tuple(one for one in find_attention_layers(model) if layers is None or one.index in layers)
         received = 0
 
@@ -70,8 +71,8 @@ def visit_states(
         for number in range(len(rows)):
             received = 0
             ids = rows[number : number + 1].to(device_of(embedding))
-            with progress.forward_pass(decoder, ids.numel()):
-                decoder(input_ids=ids, use_cache=False)
+            with progress.forward_pass(path[-1], ids.numel()):
+                path[0](input_ids=ids, use_cache=False)
             # A hook that does not run would leave its layer out of the statistics in silence.
             if received != len(shown) * len(ROLES):
                 raise RuntimeError(f"a pass gave {received} states of {len(shown)} layers: was the model changed?")

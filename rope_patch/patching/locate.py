@@ -296,10 +296,8 @@ def locate(model: nn.Module) -> Location:
         TypeError: it is not a model of transformers.
         ValueError: the model has no rotary table, or several modules with tables of their own.
     """
-    *_, base = _layers_of(model)
-    if not isinstance(base, PreTrainedModel):
-        raise not_a_model(base)
-    decoder = base.get_decoder()
+    base = base_of(model)
+    decoder: Any = base.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its output layer a decoder
         decoder = base
     modules = [
@@ -322,6 +320,18 @@ def locate(model: nn.Module) -> Location:
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
     return Location(base, decoder, path, module, tuple(distinct.values()), getattr(configs[0], "rope_patch", None))
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """Return the model of transformers inside PEFT, ``torch.compile`` and DDP wrappers.
+
+    Raises:
+        TypeError: there is none.
+    """
+    *_, base = _layers_of(model)
+    if not isinstance(base, PreTrainedModel):
+        raise not_a_model(base)
+    return base
 
 
 def not_a_model(given: Any) -> TypeError:

@@ -211,9 +211,9 @@ def _loss_memory(shape: Shape, options: StepOptions) -> int:
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the
     log-probabilities, their gradient and that of the float32 logits, (4 + 4 + 4) V per token, which is more than the
-    forward pass. A cap on logits keeps its tanh. Beside the slice there are all hidden states: the last norm's float32
-    input, its input and output, two gradients, and the sum under way.
+    forward pass. A cap on logits keeps its tanh, in the model's type. Beside the slice there are all hidden states: the
+    last norm's float32 input, its input and output, two gradients, and the sum under way.
     """
-    logits = min(LOGITS_AT_ONCE, options.tokens_per_gpu) * shape.vocab * (12 + 4 * shape.capped_logits)
+    logits = min(LOGITS_AT_ONCE, options.tokens_per_gpu) * shape.vocab * (12 + options.element * shape.capped_logits)
     # 4 for the norm's float32 input; 5 tensors in the model's type: its input and output, two gradients, the sum.
     return logits + options.tokens_per_gpu * shape.hidden * (4 + 5 * options.element)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.runtime.errors import read_json
 from rope_patch.runtime.packaged import data_path
 
@@ -110,7 +111,7 @@ def shape_of(model: str | Path | PreTrainedModel) -> Shape:
 
 def _read(model: PreTrainedModel, name: str) -> Shape:
     head: Any = model.get_output_embeddings()
-    layers: Any = getattr(model.get_decoder(), "layers", None)
+    layers: Any = getattr(decoder_path(model)[-1], "layers", None)
     if head is None or layers is None:
         raise ValueError(f"a plan needs a decoder with .layers and an output head, {type(model).__name__} has none")
     config = model.config.get_text_config()

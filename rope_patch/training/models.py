@@ -17,6 +17,7 @@ from rope_patch import checkpoints
 from rope_patch.checkpoints.adapters import ADAPTER_FILE
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import on_device
+from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.options.finetune import ModelOptions, RecipeOptions
 from rope_patch.options.plan import ALL_LINEAR
 from rope_patch.patching.install import apply
@@ -188,7 +189,7 @@ def target_pattern(model: PreTrainedModel, targets: Sequence[str]) -> str:
         ValueError: a name matches no projection.
     """
     # A pattern and not a list of names: PEFT would match a name such as q_proj in a vision tower, too.
-    decoder = model.get_decoder()
+    decoder: Any = decoder_path(model)[-1]
     path = next(name for name, module in model.named_modules() if module is decoder)
     linears = [name for name, module in decoder.layers.named_modules() if isinstance(module, nn.Linear)]
     attention = {name.rpartition(".")[2]: None for name in linears if "attn" in name}

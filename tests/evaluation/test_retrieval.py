@@ -11,7 +11,7 @@ import torch
 from support.evaluated import retrieval_of
 from support.prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
 from support.reference_recipe import recipe
-from support.scored import Caches, spy, spy_ids
+from support.scored import Caches, check_reader, spy, spy_ids
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -21,7 +21,7 @@ from rope_patch.evaluation.retrieval.generate_answers import SHORT_PASS_TOKENS, 
 from rope_patch.evaluation.retrieval.measure import grade, retrieval
 from rope_patch.evaluation.retrieval.prompts import Prompt
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.runtime.progress import listen
 
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
@@ -84,6 +84,7 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape,
     model = bundled(shape)
     columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
+    check_reader(model)
     with rope_patch.patched(model, method), spy(model.lm_head) as states:
         made = answer_prompts(Reader(model), rows)
         assert max(states) < 100, "logits of the answer only"

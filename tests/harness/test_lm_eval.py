@@ -44,7 +44,7 @@ from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import METHOD_PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.modeling.scoring import Reader, losses
+from rope_patch.modeling.reader import Reader, losses
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.texts.documents import spread_windows

@@ -14,7 +14,7 @@ import torch
 from support.largest import Largest
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
-from support.scored import spy_ids
+from support.scored import check_reader, spy_ids
 from support.states import attended, model_of
 from support.subsets import covering
 from support.tiny import MIXED, SIZE, ids, tiny_model
@@ -731,6 +731,7 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
 
 def test_finished_work_is_never_that_of_another_cache(tmp_path):
     model = model_for("llama")
+    check_reader(model)
     rows = ids(TOKENS, 1)
     result_cache = tmp_path / "finished.jsonl"
     text = "k=int3.token;v=none"

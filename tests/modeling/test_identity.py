@@ -74,7 +74,7 @@ def with_another_version(model, monkeypatch, package):
 
 def with_edited_sources(model, monkeypatch):
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"# edited" * (path.name == "scoring.py"))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"# edited" * (path.name == "reader.py"))
     identity._versions.cache_clear()
 
 

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from rope_patch.evaluation.retrieval import generate_answers
 from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
-from rope_patch.modeling import scoring
-from rope_patch.modeling.scoring import Reader, losses
+from rope_patch.modeling import reader
+from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.planning import plan
 from rope_patch.runtime.packaged import data_path
@@ -138,7 +138,7 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer}
 )
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
     # As on a GPU: all logits of a slice at once.
-    monkeypatch.setattr(scoring, "FLOATS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(reader, "FLOATS_AT_ONCE", 1 << 40)
     with torch.device("meta"):
         model = shipped(name, num_hidden_layers=layers).eval()
     planned = plan(model, length=length * 1024)

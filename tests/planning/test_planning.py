@@ -15,7 +15,7 @@ from support.tiny import SIZE as TINY
 from support.tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.training_loss import token_loss
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of

@@ -28,7 +28,7 @@ from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.identity import model_hash
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.training.trainer import LongTrainer
@@ -253,13 +253,14 @@ def cut_by_torch(mesh):
     The states are computed before, since attention over cut rows needs a GPU, and the loss does not.
     """
     model = bold_model()
+    reader = Reader(model)  # it reads a few tokens, which nothing may cut
     batch = default_data_collator(rows(4))
     ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:].contiguous()
     with torch.no_grad():
         hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
         shared = [hidden.clone(), ahead]
         with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 2, no_restore_buffers=set(shared)):
-            total = torch.stack(token_loss(Reader(model), *shared, shifted=True))
+            total = torch.stack(token_loss(reader, *shared, shifted=True))
     dist.all_reduce(total)
     return {"total": total.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache
 
+from rope_patch.modeling.reader import Reader
 from support.tiny import tiny_model
 
 CAPPED = ("gemma2", "gemma3", "gemma4")
@@ -50,6 +51,13 @@ def watched(module, note):
             module.forward = own
 
 
+def check_reader(model):
+    """Let a reader of the model do its checks, which read a few tokens."""
+    reader = Reader(model)
+    if not reader.dynamic:
+        reader.check("pieces")
+
+
 @contextmanager
 def spy(module):
     """The number of rows of each call to a layer: the product of all axes but the last."""
@@ -60,7 +68,8 @@ def spy(module):
 
 @contextmanager
 def spy_ids(model):
-    """Record the token ids of each call of the embedding."""
+    """Record the token ids of each call of the embedding, but not those of a reader's checks, which come once."""
+    check_reader(model)
     inputs = []
     with watched(model.get_input_embeddings(), lambda ids: inputs.append(ids.clone())):
         yield inputs

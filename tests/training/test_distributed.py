@@ -20,7 +20,7 @@ from transformers import TrainingArguments, default_data_collator
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.modeling import training_loss as loss_module
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.runtime import packaged as _paths
 from rope_patch.training.trainer import LongTrainer

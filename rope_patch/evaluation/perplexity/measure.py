@@ -14,7 +14,7 @@ from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.result import PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.modeling.inputs import check_ids, tensor_hash
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, losses
+from rope_patch.modeling.reader import CacheFactory, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key

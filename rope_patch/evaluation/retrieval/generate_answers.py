@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rope_patch.evaluation.retrieval.prompts import Prompt
-from rope_patch.modeling.scoring import CacheFactory, Reader
+from rope_patch.modeling.reader import CacheFactory, Reader
 from rope_patch.runtime import progress
 
 TAIL_TOKENS = 16

@@ -25,7 +25,7 @@ from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity
+from rope_patch.modeling.reader import CacheFactory, Reader, cache_identity
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.result_cache import key

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
 from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, LOGITS_AT_ONCE, SLIDING_CHUNK
-from rope_patch.modeling.temporary_modes import attending_with
+from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
-from rope_patch.patching.locate import not_a_model
+from rope_patch.patching.locate import base_of
 from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.runtime import progress
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
+
+CHECKED_TOKENS = 8
+"""Number of tokens on which ways of reading are compared with the model itself [tokens]."""
+WHOLE_TOLERANCE, PIECES_TOLERANCE, COARSE_TOLERANCE = 1e-2, 1e-3, 0.2
+"""Differences of logits that count as rounding, as shares of their spread: of the parts from the whole, which run the
+same code; of pieces in float32; and of pieces in 16 bits, which move those of SmolLM2-135M by .06."""
+_WAYS = {"whole": "by parts", "pieces": "in pieces through a cache: whole texts alone can be scored"}
+_DIFFERENCES: WeakKeyDictionary[nn.Module, dict[str, float]] = WeakKeyDictionary()
+"""How much each way of reading changes the logits, by model: it is measured once."""
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
@@ -45,49 +58,49 @@ def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
 
 
 class Reader:
-    """A causal language model taken apart: its decoder reads chunks, its head scores slices.
+    """A causal language model taken apart: its decoder reads chunks, and what follows it scores slices of their states.
 
-    Calling the parts skips what ``model(...)`` does after the decoder; the final scale and soft-cap are therefore
-    applied here, as the families define them (Cohere multiplies its logits, Granite divides them, Gemma caps them).
-    The parts of a model sharded by FSDP2 are called through its root, so every process must read the same tokens.
+    What follows is asked of the model's own ``forward`` with given states in the decoder's place, so that heads, scales
+    and soft caps are the family's own. On the first use of a model its parts are held against the whole. The parts of a
+    model sharded by FSDP2 are called through its root, so every process must read the same tokens.
 
     Args:
         model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
-        inside: whether the parts are called from the model's own ``forward``, where weights that FSDP2 shards are
-            gathered already.
+        forward: the model's own forward pass, where the caller has replaced it and calls the parts from within; weights
+            that FSDP2 shards are gathered there already, and nothing is checked.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: the model has no decoder with an output head, or an adapter puts tokens of its own before the text.
+        ValueError: the model has no decoder with an output head, an adapter puts tokens of its own before the text, or
+            the parts together do not compute what the model does.
     """
 
-    def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
-        owner: Any = model  # to the type checker, attributes of modules are tensors or modules
+    def __init__(self, model: nn.Module, *, forward: Callable[..., Any] | None = None) -> None:
         refuse_prompts(model)
-        if not hasattr(model, "get_decoder"):
-            raise not_a_model(model)
-        self.model = owner
-        self.decoder = owner.get_decoder()
-        self.head = owner.get_output_embeddings()
-        if self.decoder is None or self.head is None:
-            raise ValueError(f"{type(model).__name__} has no decoder with an output head: a causal LM is needed")
-        config = owner.config.get_text_config()
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        weight: Any = getattr(self.head, "weight", None)
-        # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
-        if weight is None or hasattr(weight, "quant_state"):
-            self.vocabulary: int = self.head.out_features
-        else:
-            self.vocabulary = weight.shape[0]
-        self.dynamic = _is_dynamic(model)
+        base: Any = base_of(model)  # to the type checker, attributes of modules are tensors or modules
+        self.model = base
+        self.path = decoder_path(base)
+        self.decoder = self.path[0]
+        self.head = base.get_output_embeddings()
+        embedding = base.get_input_embeddings()
+        self.vocabulary: int = embedding.weight.shape[0]
+        self.dynamic = _is_dynamic(base)
+        config = base.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         self.sliding_window: int | None = None
         if "sliding_attention" in kinds:
             self.sliding_window = getattr(config, "sliding_window", None)
         self.cache_argument = cache_argument(self.decoder)
-        self.device = input_device(owner.get_input_embeddings())
-        self.call = _call if inside else _through_root(model, self.decoder)
+        self.device = input_device(embedding)
+        self.call: Callable[..., Any] = _call
+        self.forward: Callable[..., Any] = forward or base
+        if forward is None:
+            root = _sharded_root(model)
+            if root is not None and root is not self.decoder:
+                self.call = _through(root)
+                if root is not base:  # PEFT's model is
+                    self.forward = functools.partial(self.call, base)
+            self.check("whole")
 
     def chunk(self, tokens: int, asked: int | None = None, cache: CacheFactory | None = None) -> int:
         """Return how many of some tokens a forward pass reads: as many as asked for, or else all of them, if possible.
@@ -99,7 +112,10 @@ class Reader:
             return min(tokens, asked)
         if self.sliding_window is None or self.dynamic or cache is not None:
             return tokens
-        return min(tokens, max(SLIDING_CHUNK, self.sliding_window))
+        size = max(SLIDING_CHUNK, self.sliding_window)
+        if size >= tokens or self.difference("pieces") > 0:
+            return tokens
+        return size
 
     def new_cache(self, capacity: int) -> DynamicCache:
         """Return an empty cache, in which sliding layers keep only the tokens of their windows.
@@ -136,38 +152,76 @@ class Reader:
                 "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
             )
         size = chunk or max(ids.shape[1], 1)
+        # Caches of other kinds may stand for an attention that is replaced now, which the check would not go through.
+        if type(past) is DynamicCache:
+            begun = any(getattr(layer, "is_initialized", False) for layer in past.layers)
+            if begun or size < ids.shape[1]:
+                self.check("pieces")
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
             attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if past is not None:  # without a cache sdpa itself needs no mask
                 attending = attending_with(self.model, ATTENTION_NAME, instead_of="sdpa")
-            with attending, progress.forward_pass(self.decoder, part.numel()):
+            with attending, progress.forward_pass(self.path[-1], part.numel()):
                 cache = {self.cache_argument: past, "use_cache": past is not None}
                 out = self.call(self.decoder, input_ids=part, **cache)
-            yield start, out.last_hidden_state
+            yield start, out[0]
 
     def states(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Tensor:
         """Return the last hidden states (rows, tokens, hidden) of all tokens, which :meth:`read` reads."""
         return torch.cat([hidden for _, hidden in self.read(ids, past, chunk)], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does it."""
-        return self._scaled(self._head(hidden))
+        """Return float32 logits (states, vocab) of states (states, hidden), as the model itself computes them."""
+        return self._own_logits(hidden).float()
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        weight = self.head.weight
-        # The packed weight of a quantized head has an integer dtype, and its layer takes states as they are.
-        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        out: Tensor = self.call(self.head, hidden.to(input_device(self.head), dtype))
-        return out
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device).expand(1, len(hidden))
+        with decoder_returns(self.path, DecoderOutput(hidden[None].to(input_device(self.head)))):
+            logits: Tensor = self.forward(input_ids=ids, use_cache=False).logits
+        return logits[0]
 
-    def _scaled(self, out: Tensor) -> Tensor:
-        logits = out.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+    def check(self, way: str) -> None:
+        """Raise ValueError if a way of reading gives other logits than the model itself: ``whole`` or ``pieces``."""
+        share = self.difference(way)
+        if share > 0:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be read {_WAYS[way]} (its logits change by {share:.1%} of their "
+                "spread)"
+            )
+
+    def difference(self, way: str) -> float:
+        """Return how much a way of reading changes the logits of a few tokens, as a share of their spread.
+
+        It is 0 if no more is changed than rounding explains, or if the weights are not at hand.
+        """
+        known = _DIFFERENCES.setdefault(self.model, {})
+        if way not in known and weights_at_hand(self.model):
+            known[way] = 0.0  # the check itself reads in this way
+            try:
+                known[way] = self._measured_difference(way)
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                del known[way]
+                raise ValueError(f"{type(self.model).__name__} cannot be read {_WAYS[way]} ({error})") from error
+        return known.get(way, 0.0)
+
+    @torch.no_grad()
+    def _measured_difference(self, way: str) -> float:
+        ids = checked_ids(self.vocabulary)
+        cut = CHECKED_TOKENS // 2
+        with in_eval_mode(self.model), progress.work(0):
+            states = self.states(ids)
+            if way == "whole":
+                expected = self.forward(input_ids=ids.to(self.device), use_cache=False).logits[0].float()
+                share = _share(self.logits(states[0]), expected)
+                return share if share > WHOLE_TOLERANCE else 0.0
+            expected = self.logits(states[0])
+            past = self.new_cache(CHECKED_TOKENS)
+            # The first piece differs by rounding alone, in a causal model.
+            rounding = _share(self.logits(self.states(ids[:, :cut], past)[0]), expected[:cut])
+            share = _share(self.logits(self.states(ids[:, cut:], past)[0]), expected[cut:])
+        coarse = rounding > PIECES_TOLERANCE or torch.finfo(states.dtype).bits < 32
+        return share if share > (COARSE_TOLERANCE if coarse else PIECES_TOLERANCE) else 0.0
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Score the token that follows each state, a slice of logits at a time.
@@ -192,17 +246,17 @@ class Reader:
     def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Score one slice of states; its logits are freed before those of the next slice are made.
 
-        The head is one product for all states. On a CPU what follows is done for a few states at a time: each larger
+        The model is asked once for all states. On a CPU what follows is done for a few states at a time: each larger
         tensor is new memory there, and to map its pages takes longer than to compute it. On a GPU few states would
         leave most of it idle.
         """
-        out = self._head(hidden)
+        out = self._own_logits(hidden)
         few = len(out)
         if out.device.type == "cpu":
             few = max(1, FLOATS_AT_ONCE // out.shape[-1])
         parts = []
         for products, ids in zip(torch.split(out, few), torch.split(targets.to(out.device), few), strict=True):
-            logits = self._scaled(products)
+            logits = products.float()
             loss = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
             parts.append((loss, logits.max(-1).indices))
         losses, best = map(torch.cat, zip(*parts, strict=True))
@@ -254,6 +308,24 @@ def losses(
     return nll
 
 
+def _share(logits: Tensor, expected: Tensor) -> float:
+    """Return the root mean square of a difference as a share of a standard deviation; what is masked does not count."""
+    error = (logits - expected).nan_to_num(0.0, 0.0, 0.0)
+    return float(error.square().mean().sqrt() / expected.nan_to_num(0.0, 0.0, 0.0).std())
+
+
+def checked_ids(vocabulary: int) -> Tensor:
+    """Return the token ids (1, tokens) on which ways of reading are compared; a prime spreads them."""
+    return torch.arange(CHECKED_TOKENS)[None] * 7919 % vocabulary
+
+
+def weights_at_hand(model: PreTrainedModel) -> bool:
+    """Tell whether a model can compute numbers: its weights are no placeholders, or are loaded as they are needed."""
+    weight: Any = model.get_input_embeddings().weight
+    loaded = not weight.is_meta or hasattr(model, "_hf_hook")
+    return loaded and not isinstance(weight, FakeTensor) and not hasattr(weight, "ds_id")
+
+
 def input_device(module: nn.Module) -> torch.device:
     """Return the device on which a module takes its inputs: that of its weights, or where accelerate will move them."""
     hook: Any = getattr(module, "_hf_hook", None)
@@ -268,16 +340,21 @@ def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return part(*args, **kwargs)
 
 
-def _through_root(model: nn.Module, decoder: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the parts of a model; if FSDP2 shards it, as a forward pass of the root.
+def _sharded_root(model: nn.Module) -> Any:
+    """Return the outermost module that FSDP2 shards; None if there is none."""
+    # Not imported, which is slow: if nobody has imported it, nothing is sharded.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return next(
+        (module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)), None
+    )
+
+
+def _through(root: Any) -> Callable[..., Any]:
+    """Return a function that calls the parts of a model that FSDP2 shards, as a forward pass of the root.
 
     The root gathers and casts the weights that belong to no sharded layer, and the first of all passes must be its own.
     """
-    # Not imported, which is slow: if nobody has imported it, nothing is sharded.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    root: Any = next((m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)), None)
-    if root is None or root is decoder or not any(module is decoder for module in root.modules()):
-        return _call
+    fsdp: Any = sys.modules["torch.distributed.fsdp"]
     root._rope_patch_call = _call
     fsdp.register_fsdp_forward_method(root, "_rope_patch_call")
     # FSDP2 wraps a method in place; the wrapped one is taken off the root again, so that the model is as it was.

@@ -1,0 +1,169 @@
+"""What a reader computes is what the model computes; all after its decoder is the family's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, MixtralConfig
+
+from family_models import IDS, TYPES, tiny_config, tiny_model
+from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
+from rope_patch.modeling.reader import Reader, losses
+from rope_patch.modeling.training_loss import fuse
+
+ROW = IDS[:1, :24]
+# What each does beyond a plain head: a multiplier, a divisor, a cap, a transform, a head over several embeddings.
+AFTER_THE_DECODER = {
+    "falcon_h1": {"lm_head_multiplier": 0.0195},
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"final_logit_softcapping": 1.5},
+    "recurrent_gemma": {},
+    "xlstm": {},
+    "inkling_text": {},
+    "bert": {"is_decoder": True},
+    "llama4_text": {},
+    "mllama": {},
+    "opt": {},
+}
+
+
+def model_of(kind, **changes):
+    if not changes:
+        return tiny_model(kind)
+    config = tiny_config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def assert_read_as_it_is(model):
+    expected = model(ROW, labels=ROW, use_cache=False)
+    reader = Reader(model)
+    states = reader.states(ROW)[0]
+    ours = torch.cat([reader.logits(part) for part in states.split(10)])
+    assert torch.allclose(ours, expected.logits[0].float(), atol=1e-5, rtol=1e-5)
+    loss = losses(reader, ROW, [1])[0, 1:].mean()
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-5)
+    # The config of BERT asks for no cache in training; a model may add terms of its own, which the reader does not.
+    assert float(fuse(model)(input_ids=ROW, labels=ROW).loss) == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", AFTER_THE_DECODER)
+def test_logits_and_losses_are_those_of_the_model(kind):
+    assert_read_as_it_is(model_of(kind, **AFTER_THE_DECODER[kind]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_read_as_it_is_or_refused_by_name(kind):
+    try:
+        model = tiny_model(kind)
+        with torch.no_grad():
+            model(ROW, labels=ROW, use_cache=False)
+    except Exception as error:
+        pytest.skip(f"does not build or read: {type(error).__name__}")
+    try:
+        Reader(model)
+    except ValueError as error:
+        assert type(model).__name__ in str(error)
+    else:
+        assert_read_as_it_is(model)
+
+
+def test_a_model_whose_parts_compute_something_else_is_refused():
+    model = tiny_model("llama")
+    own = model.forward
+
+    def mixed(*args, **kwargs):
+        output = own(*args, **kwargs)
+        if output.logits.shape[1] > 1:  # what follows the decoder looks at how the states stand to each other
+            output.logits = output.logits + kwargs["input_ids"][..., None] % 7
+        return output
+
+    model.forward = mixed
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be read by parts"):
+        Reader(model)
+    with pytest.raises(ValueError, match="ProphetNetForCausalLM"):
+        Reader(tiny_model("prophetnet"))
+
+
+def test_a_model_that_forgets_what_a_cache_holds_is_read_whole_alone():
+    """Bamba's state of a first piece is lost to tokens that follow in a second one (transformers 5.23)."""
+    model = tiny_model("bamba")
+    reader = Reader(model)
+    assert torch.isfinite(losses(reader, ROW, [1])[0, 1:]).all()
+    with pytest.raises(ValueError, match="BambaForCausalLM cannot be read in pieces"):
+        losses(reader, ROW, [1], chunk=12)
+    assert Reader(tiny_model("falcon_h1")).difference("pieces") == 0
+
+
+def test_a_sliding_model_that_reads_no_pieces_is_given_whole_texts(monkeypatch):
+    monkeypatch.setattr("rope_patch.modeling.reader.SLIDING_CHUNK", 20)
+    model = tiny_model("gemma2")
+    assert Reader(model).chunk(60) == 20
+    broken = tiny_model("gemma2")
+    update = transformers.cache_utils.DynamicSlidingWindowLayer.update
+    monkeypatch.setattr(
+        "transformers.cache_utils.DynamicSlidingWindowLayer.update",
+        lambda self, keys, values, *args, **kwargs: (*[2 * x for x in update(self, keys, values)],),
+    )
+    assert Reader(broken).chunk(60) == 60
+
+
+def test_the_decoder_runs_again_after_its_output_was_given():
+    model = tiny_model("opt")
+    path = decoder_path(model)
+    own = model.model.forward
+    path[1].forward = path[1].forward  # as a hook of accelerate replaces it
+    with torch.no_grad():
+        expected = model(ROW).logits
+        with pytest.raises(ZeroDivisionError), decoder_returns(path, DecoderOutput(torch.zeros(1, 3, 128))):
+            assert model(ROW).logits.shape[1] == 3
+            raise ZeroDivisionError
+        assert torch.equal(model(ROW).logits, expected)
+    assert model.model.forward == own and "forward" not in vars(path[0]) and "forward" in vars(path[1])
+
+
+# --- what a model adds to its loss
+
+
+def test_the_loss_of_the_router_is_trained():
+    config = MixtralConfig(
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 96, "num_local_experts": 4},
+        **{"output_router_logits": True, "router_aux_loss_coef": 0.1, "attn_implementation": "eager"},
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    rows = IDS[:, :32]
+    items = torch.tensor(100)
+    model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    own = model(input_ids=rows, labels=rows).loss
+    model.zero_grad()
+    fuse(model)
+    model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
+    assert model(input_ids=rows, labels=rows).loss.item() == pytest.approx(own.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name
+
+
+def test_a_loss_that_needs_all_logits_is_refused():
+    with pytest.raises(ValueError, match="BambaForCausalLM has a loss of its own"):
+        fuse(model_of("bamba", z_loss_coefficient=0.1))
+
+
+def test_a_cache_of_the_callers_own_is_read_without_a_check():
+    model = tiny_model("llama")
+    reader = Reader(model)
+
+    class Own(DynamicCache):
+        pass
+
+    own = Own(config=model.config)
+    first = reader.states(ROW[:, :10], own)
+    rest = reader.states(ROW[:, 10:], own)
+    assert torch.allclose(torch.cat([first, rest], 1), reader.states(ROW), atol=1e-5)
