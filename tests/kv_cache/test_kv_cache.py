@@ -200,7 +200,7 @@ def test_both_engines_equal_a_cache_made_from_scratch(name, text):
         assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
 
 
-@covering(2, patched_model=MODELS, text=SCHEMES)
+@covering(patched_model=MODELS, text=SCHEMES)
 def test_streaming_and_one_pass_agree(patched_model, text):
     name, method = patched_model
     model = model_for(name, method)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.patches import edit_json
 from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, release, yarn
+from support.subsets import covering
 from support.tiny import SIZE, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +37,7 @@ def scaled_type(parameters):
     return next(one["rope_type"] for one in every if one["rope_type"] != "default")
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", RELEASES)
 def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
     model = release(name)
@@ -92,15 +94,21 @@ def test_yarn_that_a_card_adds_counts_from_what_it_reaches(stated):
     assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (4.0, 128)
 
 
-@pytest.mark.parametrize("stated", [16, 12, 64])
-@pytest.mark.parametrize(
-    "settings",
-    [yarn(16.0), LLAMA3 | {"factor": 16.0}, {**LINEAR, "original_max_position_embeddings": C}],
-    ids=["yarn", "llama3", "linear"],
+REACHING = {
+    "yarn": yarn(16.0),
+    "llama3": LLAMA3 | {"factor": 16.0},
+    "linear": {**LINEAR, "original_max_position_embeddings": C},
+}
+
+
+@covering(
+    method=["own", "pi", "yarn", "mrrope", "ntk", "llama3", "p_rope:p=1+pi", "pi+p_rope:p=1"],
+    scaled=list(REACHING),
+    stated=[16, 12, 64, 16],
 )
-@pytest.mark.parametrize("method", ["own", "pi", "yarn", "mrrope", "ntk", "llama3", "p_rope:p=1+pi", "pi+p_rope:p=1"])
-def test_a_target_that_the_table_reaches_slows_nothing(method, settings, stated):
+def test_a_target_that_the_table_reaches_slows_nothing(method, scaled, stated):
     """The factor reaches 256 tokens, whatever context is stated: left at that before the scaling, or lowered."""
+    settings = REACHING[scaled]
     model = tiny_model(max_position_embeddings=stated, rope_parameters=dict(settings))
     method = OWN[settings["rope_type"]] if method == "own" else method
     before, *_ = rope_patch.inspect(model).tables
