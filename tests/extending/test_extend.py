@@ -21,6 +21,7 @@ from support.gguf_files import write_toy
 from support.hub import cached_repository, reachable
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
+from support.subsets import full
 from support.tiny import SIZE, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForCausalLM, Trainer
 
@@ -242,7 +243,7 @@ def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
     assert run.suite.task == "niah"
 
 
-@pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2), (4.0, 1)])
+@pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (4.0, 1), full(1.6, 2)])
 def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds):
     model = bold(max_position_embeddings=256)
     settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.patches import edit_json
-from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, release, yarn
+from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, every_release, release, yarn
 from support.subsets import covering
 from support.tiny import SIZE, logits, tiny_model
 from transformers import AutoModelForCausalLM
@@ -38,26 +38,28 @@ def scaled_type(parameters):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("name", every_release)
 def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
     model = release(name)
     own = RELEASES[name][2]
     stated = model.config.max_position_embeddings
     stock = release(name, raised(own), times=2)
     stock.load_state_dict(model.state_dict())
-    ids = torch.randint(SIZE["vocab_size"], (1, 2 * stated), generator=torch.Generator().manual_seed(1))
-    before = model(ids).logits
-    expected = stock(ids).logits
+    # The last 64 positions of twice the context.
+    ids = torch.randint(SIZE["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(1))
+    read = {"input_ids": ids, "position_ids": torch.arange(2 * stated)[None, -64:]}
+    before = model(**read).logits
+    expected = stock(**read).logits
     assert not torch.equal(before, expected), "the factor moves what is read"
     patch = rope_patch.apply(model, OWN[scaled_type(own)], target_length=2 * stated)
     assert patch.method.factor == 2
-    assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(model(**read).logits, expected)
     assert model.config.rope_parameters == stock.config.rope_parameters
     rope_patch.save(model, tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**read).logits, expected)
     assert rope_patch.doctor(tmp_path).ok
     rope_patch.restore(model)
-    assert torch.equal(model(ids).logits, before)
+    assert torch.equal(model(**read).logits, before)
 
 
 def test_another_type_starts_from_the_plain_table_with_the_whole_factor():

@@ -22,6 +22,7 @@ from support.gguf_files import write_toy
 from support.patches import edit_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
+from support.subsets import full
 from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
@@ -188,7 +189,7 @@ def cut_short(monkeypatch, when):
     monkeypatch.setattr(TrainerState, "save_to_json", save)
 
 
-@pytest.mark.parametrize("when", ["step", "save"])
+@pytest.mark.parametrize("when", [full("step"), "save"])
 def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, monkeypatch, when):
     """Dropout is off, so what differs at the end would be lost state: optimizer, rows, positions."""
 
