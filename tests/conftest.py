@@ -35,8 +35,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=build_the_thread_pool_anew)
 
 
-LONGEST = ("test_readme.py", "test_packaging.py")
-"""Files with a test of 20 seconds or more, which begin: at the end, one process would run it and the others wait."""
+LONGEST = ("test_readme.py", "test_packaging.py", "test_demo.py")
+"""Files with a test of 10 seconds or more, which begin: at the end, one process would run it and the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
 from support.live_bytes import LiveBytes
-from support.subsets import full
+from support.subsets import covering
 from support.tiny import SIZE as TINY
 from support.tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
@@ -120,18 +120,8 @@ RUNS = [
     ("gemma3", "sdpa", "bfloat16", None),
     ("gemma3-64", "sdpa", "bfloat16", 4),  # a window of 64 tokens: sdpa needs masks
     ("llama-apart", "sdpa", "bfloat16", 4),  # documents of 128 tokens apart
-]
-MORE_RUNS = [
-    ("llama", "sdpa", "bfloat16", None),
-    ("llama", "sdpa", "float32", 4),
-    ("qwen2", "sdpa", "float32", None),
-    ("gemma3", "sdpa", "bfloat16", 4),
-    ("gemma3-64", "sdpa", "float32", None),
     ("gemma3-apart", "sdpa", "float32", None),
 ]
-BOTH = [(run, checkpointing) for run in RUNS + MORE_RUNS for checkpointing in (True, False)]
-# Each second run with checkpointing, and the others without.
-FIRST = list(zip(RUNS, (True, False) * 4, strict=True))
 
 
 def prepared(family, attention, dtype, rank, *, checkpointing, **changes):
@@ -193,7 +183,7 @@ def read(model, planned):
 IDS = torch.randint(3, 96, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("run", "checkpointing"), [case if case in FIRST else full(*case) for case in BOTH])
+@covering(run=RUNS, checkpointing=[True, False])
 def test_peak_of_the_decoder(run, checkpointing):
     """Checkpointing saves outside the reach of hooks, so live tensors are counted: after the forward, and at most."""
     family, attention, dtype, rank = run

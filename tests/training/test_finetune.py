@@ -461,12 +461,12 @@ def test_arguments_follow_the_options(tmp_path):
 
 def test_the_script_trains(monkeypatch, capfd, tmp_path):
     config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
-    few = ("train.steps=2", "evaluation.before=false", "evaluation.windows=1", *TEXTS[1:])
+    few = ("data.length=128", "evaluation.lengths=128", "evaluation.before=false", "evaluation.windows=1", *TEXTS)
     words = (RECIPE, config, "--smoke", f"output={tmp_path / 'out'}", *few)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(RECIPE), run_name="__main__")
     out, err = capfd.readouterr()
-    assert not stop.value.code and "| retrieval 1024 |" in out, err[-2000:]
-    assert "2 steps of 1,024 tokens" in err and "FutureWarning" not in err
+    assert not stop.value.code and "| retrieval 128 |" in out, err[-2000:]
+    assert "4 steps of 256 tokens" in err and "FutureWarning" not in err
     assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"
