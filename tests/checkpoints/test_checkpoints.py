@@ -42,7 +42,7 @@ EVERY = FITTING + [(family, chain) for family in ARCHITECTURES for chain in CHAI
 LOADED = [("llama", "p_rope"), ("phi3", "yarn"), ("gemma3", "yarn"), ("gemma4", "truncated")]
 # Each method with two families, each family with three methods or more.
 SOME = [(f, n) for f, n in FITTING if ([*METHODS].index(n) - ARCHITECTURES.index(f)) % len(ARCHITECTURES) in (0, 4)]
-SOME += LOADED + [(family, chain) for family, chain in zip(("llama", "gemma3", "qwen3"), CHAINS, strict=True)]
+SOME += [*LOADED, *zip(("llama", "gemma3", "qwen3"), CHAINS, strict=True)]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(SOME, id="some"), full(EVERY, id="every")])

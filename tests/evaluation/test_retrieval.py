@@ -22,7 +22,6 @@ from rope_patch.evaluation.retrieval.measure import grade, retrieval
 from rope_patch.evaluation.retrieval.prompts import Prompt
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.scoring import Reader
-from rope_patch.runtime.progress import listen
 
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
 
@@ -224,30 +223,6 @@ def test_a_model_in_training_is_measured_in_eval_mode():
     model.gradient_checkpointing_enable()
     assert retrieval(model, TOKENIZER, **ASKED) == plain
     assert model.training
-
-
-# --- finished work
-
-
-def test_finished_haystacks_are_kept(tmp_path):
-    model = bold()
-    journal = tmp_path / "finished.jsonl"
-    reports = []
-    asked = {**ASKED, "batch_tokens": 1}
-    with spy_ids(model) as seen:
-        whole = retrieval(model, TOKENIZER, **asked)
-    everything = sum(ids.numel() for ids in seen)
-
-    def stop(stage, tokens):
-        reports.append(tokens)
-        if sum(reports) > 2 * 3 * 72:  # in the third haystack
-            raise KeyboardInterrupt
-
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        retrieval(model, TOKENIZER, **asked, resume=journal)
-    with spy_ids(model) as seen:
-        assert retrieval(model, TOKENIZER, **asked, resume=journal) == whole
-    assert 0.4 < sum(ids.numel() for ids in seen) / everything < 0.6, "two haystacks of four were done already"
 
 
 # --- results and refusals

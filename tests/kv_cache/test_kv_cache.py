@@ -755,17 +755,6 @@ def test_finished_work_is_never_that_of_another_cache(tmp_path):
                 perplexity(model, rows, cache=lambda factory=factory: factory(), resume=result_cache)
 
 
-def test_finished_answers_are_never_those_of_another_cache():
-    model = bold("llama")
-    result_cache = {}
-    results = []
-    asked = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": MAKER, "resume": result_cache}
-    for text in ("int2.token", "int3.token", "int2.token"):
-        with quantized(model, text) as factory:
-            results.append(retrieval(model, TOKENIZER, **asked, cache=factory))
-    assert results[0] == results[2] != results[1] and len(result_cache) == 2 * 2
-
-
 def test_models_have_runs_of_their_own():
     """Two models read through two schemes at once; either may end first, and another thread may read."""
     rows = ids(TOKENS, 2)

@@ -34,13 +34,13 @@ FIRST = ("llama-3-8b-32k", "llama-3.1-8b-32k+qlora", "qwen3-8b-128k+pose", "gemm
 FIRST += ("llama-3-8b-32k+truncated", "chat", "drope", "lora")
 
 
-def run_of(*files):
-    """A case of a step: one of each family and of each kind of run is in ``make test``."""
-    name = "+".join(path.stem for path in files)
-    return pytest.param(files, id=name) if name in FIRST else full(files, id=name)
+def name_of(files):
+    return "+".join(path.stem for path in files)
 
 
-every_run = pytest.mark.parametrize("files", [run_of(*files) for files in ALONE + PAIRS])
+# One of each family and of each kind of run is in `make test`.
+RUNS = [files if name_of(files) in FIRST else full(files) for files in ALONE + PAIRS]
+every_run = pytest.mark.parametrize("files", RUNS, ids=name_of)
 every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 
 
