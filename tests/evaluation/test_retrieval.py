@@ -12,6 +12,7 @@ from support.evaluated import retrieval_of
 from support.prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
 from support.reference_recipe import recipe
 from support.scored import Caches, spy, spy_ids
+from support.subsets import full
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -153,7 +154,7 @@ def test_prompts_of_different_lengths_do_not_share_a_grid():
 # --- the scores
 
 
-@pytest.mark.parametrize(("batch_tokens", "cached"), [(1, True), (2 * 400, False)])
+@pytest.mark.parametrize(("batch_tokens", "cached"), [(1, True), full(2 * 400, False)])
 def test_exact_matches_are_those_of_greedy_generation(batch_tokens, cached):
     """At 400 tokens, of 256 that it was trained on, the model knows some."""
     model = bundled("llama")

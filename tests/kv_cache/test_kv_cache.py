@@ -16,7 +16,7 @@ from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
 from support.scored import spy_ids
 from support.states import attended, model_of
-from support.subsets import covering
+from support.subsets import covering, full
 from support.tiny import MIXED, SIZE, ids, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -173,8 +173,8 @@ class AsKIVI(DynamicLayer):
     ("name", "text"),
     [
         ("llama-yarn", "k=int2.channel4.pre;v=int4.channel4;residual=3;sinks=2"),
-        ("llama-yarn", "k=int3.token8.pre;v=int2.channel3"),
-        ("qwen3", "k=int4.token;v=int2.token8;residual=6"),
+        full("llama-yarn", "k=int3.token8.pre;v=int2.channel3"),
+        full("qwen3", "k=int4.token;v=int2.token8;residual=6"),
         ("gemma2", "k=int2.channel5;v=fp8-scaled.token4;sinks=4"),
         ("gemma3", "k=int2.channel3;v=int3.channel2;residual=1;sinks=1"),
         ("gemma4", "k=int3.channel4;v=fp8-scaled.token8;residual=4"),
@@ -694,7 +694,7 @@ def test_errors_are_those_without_dropout():
 # --- the engines of the evaluation
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", full("gemma3"), "gemma4"])
 def test_perplexity_through_a_factory_equals_a_naive_loop(name):
     model = model_for(name)
     rows = ids(TOKENS, 3)
