@@ -26,9 +26,10 @@ def build_the_thread_pool_anew() -> None:
 
     transformers loads weights in threads; the one that loses ends in "Invalid thread pool!".
     """
-    if torch := sys.modules.get("torch"):
-        with warnings.catch_warnings(action="ignore"):
-            torch.set_num_threads(1)
+    import torch
+
+    with warnings.catch_warnings(action="ignore"):
+        torch.set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -31,7 +31,7 @@ PAIRS = [
 NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
 ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
 FIRST = ("llama-3-8b-32k", "llama-3.1-8b-32k+qlora", "qwen3-8b-128k+pose", "gemma-2-9b-32k", "gemma-3-4b-128k")
-FIRST += ("llama-3-8b-32k+truncated", "chat", "drope", "lora")
+FIRST += ("llama-3-8b-32k+truncated", "chat")
 
 
 def name_of(files):
