@@ -10,20 +10,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The tests mean the same on every machine: they fork, and compare to the last digit, which a GPU allows neither of.
 # CUDA_VISIBLE_DEVICES=0 shows them one all the same.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-
-import pytest
-import torch
-from support.fresh import run_code
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
-
-torch.set_num_threads(1)
-logging.disable_progress_bar()
 
 collect_ignore = ["support"]  # no tests; pytest would import each file again under another name
 
@@ -33,6 +26,8 @@ def build_the_thread_pool_anew() -> None:
 
     transformers loads weights in threads; the one that loses ends in "Invalid thread pool!".
     """
+    import torch
+
     with warnings.catch_warnings(action="ignore"):
         torch.set_num_threads(1)
 
@@ -41,8 +36,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=build_the_thread_pool_anew)
 
 
-LONGEST = ("test_readme.py", "test_packaging.py")
-"""Files with a test of 20 seconds or more, which begin: at the end, one process would run it and the others wait."""
+LONGEST = ("test_readme.py", "test_packaging.py", "test_demo.py")
+"""Files with a test of 10 seconds or more, which begin: at the end, one process would run it and the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,7 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Any:
-    """Collect no garbage while all is imported: nothing is to be freed."""
+    """Collect no garbage while all is imported: nothing is to be freed.
+
+    The test modules import torch, and this one does not: the process that hands out tests to others does without it.
+    """
     gc.disable()
     try:
         return (yield)
@@ -68,11 +66,22 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread_and_no_progress_bars():
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def long_texts_are_encoded_once():
     """The tokens of the built-in text, which dozens of tests measure something in, and which take seconds to find.
 
     Each tokenizer encodes it once in each process.
     """
+    from transformers import PreTrainedTokenizerBase
+
     from rope_patch.texts import documents
 
     encode = documents._encode
@@ -123,6 +132,8 @@ def reloads_fork():
 
     tests/cli/test_demo.py takes a new interpreter.
     """
+    from support.fresh import run_code
+
     from rope_patch.checkpoints import plain_reload
 
     def run(command, **_):

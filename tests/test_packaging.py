@@ -139,6 +139,7 @@ def test_the_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 10e6
 
 
+@pytest.mark.full
 def test_a_typed_project_sees_the_public_names_and_their_types(installed: Path, tmp_path: Path) -> None:
     names = ", ".join(name for name in rope_patch.__all__ if name != "__version__")
     wrong = 'rope_patch.apply(nn.Linear(1, 1), "yarn", target_length="32k")'

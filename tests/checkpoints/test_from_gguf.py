@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from support.gguf_files import rewritten, saved, write_toy
+from support.subsets import full
 from support.tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,8 @@ def written(tmp_path, method=None, **changes):
 
 
 @pytest.mark.parametrize(
-    "method", ["yarn", "pi", "ntk", "abf:factor=50", "p_rope:p=0.5", "truncated:context=100", "nope", None]
+    "method",
+    ["yarn", "p_rope:p=0.5", "truncated:context=100", None, *map(full, ("pi", "ntk", "abf:factor=50", "nope"))],
 )
 def test_the_model_is_the_folders_with_its_record(tmp_path, method):
     folder, file = written(tmp_path, method)

@@ -36,9 +36,7 @@ def test_tokens_and_time_are_said_before_anything_is_read(tmp_path, words, line)
     assert result.stderr.startswith(line), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("speed", "larger"), [(1000.0, "--budget 1m"), (100.0, "--budget 2m"), (0.5, "a larger budget")]
-)
+@pytest.mark.parametrize(("speed", "larger"), [(100.0, "--budget 2m"), (0.5, "a larger budget")])
 def test_extend_says_which_budget_would_do_and_leaves_nothing_behind(tmp_path, monkeypatch, speed, larger):
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: speed)
     line = fail("extend", BUNDLED, "--length", "1k", "--budget", "1s", "-o", tmp_path / "out")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from support.commands import MEASURE, fail, invoke, run
-from support.fresh import run_code
+from support.forks import forked
 from support.gguf_files import quantized, write_toy
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.cli import app
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 
@@ -82,28 +86,29 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_copy_leaves_nothing(tmp_path, file, kind):
+def test_an_interrupted_copy_leaves_nothing(tmp_path, file, monkeypatch, kind):
     """The process stops itself in the middle of the copy, as Ctrl-C, Slurm or a closed terminal would."""
-    code = """if True:
-        import os, signal, sys
-        from rope_patch.runtime import gguf_file
-        from rope_patch.cli import app
+    said = tmp_path / "said.txt"
+    copied = []
+    write = np.ascontiguousarray
+
+    def interrupted(data):
+        copied.append(data)
+        if len(copied) == 9:
+            os.kill(os.getpid(), kind)
+        return write(data)
+
+    def command():
+        sys.stderr = said.open("w", buffering=1)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
-        kind = int(sys.argv.pop())
-        write = gguf_file.np.ascontiguousarray
-        def interrupted(data):
-            interrupted.tensors += 1
-            if interrupted.tensors == 9:
-                os.kill(os.getpid(), kind)
-            return write(data)
-        interrupted.tensors = 0
-        gguf_file.np.ascontiguousarray = interrupted
+        np.ascontiguousarray = interrupted
         app.main()
-    """
-    done = run_code(code, "apply", file, "yarn:factor=4", "-o", tmp_path / "out.gguf", int(kind))
-    assert done.returncode == 128 + kind and "interrupted: no file was left half written" in done.stderr
-    assert not list(tmp_path.iterdir())
+
+    monkeypatch.setattr(sys, "argv", ["rope-patch", "apply", str(file), "yarn:factor=4", "-o", f"{tmp_path}/out.gguf"])
+    assert forked(command) == 128 + kind
+    assert "interrupted: no file was left half written" in said.read_text()
+    assert list(tmp_path.iterdir()) == [said]
 
 
 def test_export_says_that_apply_writes_files(file, tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.releases import RELEASES, release
+from support.releases import RELEASES, every_release, release
+from support.subsets import full
 from support.tiny import MIXED, SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,7 +34,10 @@ HEALTHY = {
 """The config values of a tiny model of each type."""
 
 
-@pytest.mark.parametrize("name", [*RELEASES, *HEALTHY])
+ALIKE = ("qwen2", "gpt_neox", "modernbert-decoder", "cohere2", "glm4")
+
+
+@pytest.mark.parametrize("name", every_release + [full(name) if name in ALIKE else name for name in HEALTHY])
 def test_a_healthy_model_is_well(name, tmp_path):
     if name in RELEASES:
         model = release(name)

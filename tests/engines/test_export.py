@@ -55,7 +55,7 @@ def config_of(folder):
 TO = [*((family, "vllm") for family in ARCHITECTURES), ("llama", "hf"), ("gemma3", "hf"), ("phi3", "sglang")]
 
 
-@covering(2, family_to=TO, method=METHODS)
+@covering(family_to=TO, method=METHODS)
 def test_the_same_table_is_read_back(family_to, method, tmp_path):
     family, to = family_to
     first = saved_with(strong_model(family), tmp_path / "base")

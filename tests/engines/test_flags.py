@@ -11,6 +11,7 @@ from support.commands import fail, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
 from support.program_options import flags
+from support.subsets import covering
 from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma4Config, Qwen3_5Config
 
@@ -61,8 +62,7 @@ def assert_same(read, tables):
 OPTIONS = {"vllm": ("--hf-overrides", "--max-model-len"), "sglang": ("--json-model-override-args", "--context-length")}
 
 
-@pytest.mark.parametrize("program", OPTIONS)
-@pytest.mark.parametrize("method", METHODS)
+@covering(program=list(OPTIONS), method=METHODS)
 def test_overrides_of_engines_give_the_table_in_transformers(base, program, method):
     """vLLM sets a key in the place of the old one, and SGLang merges a dictionary into it."""
     written = flags(base, method, program, target_length=256)
@@ -157,8 +157,7 @@ def multimodal(folder, family="gemma3"):
     return folder
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5"])
-@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+@covering(method=["yarn:factor=4", "p_rope:p=0.5"], family=["gemma3", "gemma4"])
 def test_options_of_vllm_reach_the_text_config_of_a_multimodal_checkpoint(family, method, tmp_path):
     """vLLM 0.33.0 merges what stands there into the dictionaries of the config (``ModelConfig._update_nested``)."""
     written = flags(multimodal(tmp_path, family), method, "vllm", target_length=256)

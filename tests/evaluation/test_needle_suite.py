@@ -13,13 +13,19 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime.progress import listen
 from rope_patch.texts.builtin_text import builtin_text
 
-TEXT = builtin_text("heldout").text[:60_000]
+TEXT = builtin_text("heldout").text[:20_000]
 SPEC = EvalSpec([256, 512], windows=3, bucket=64)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def model(request):
-    return rope_patch.load(rope_patch.data_path("assets") / request.param, dtype=torch.float32)
+@pytest.fixture(scope="module", params=[("llama", "passkey"), ("gemma3", "niah")], ids="-".join)
+def case(request):
+    """A family and a task: one has nothing to do with the other."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(case):
+    return rope_patch.load(rope_patch.data_path("assets") / case[0], dtype=torch.float32)
 
 
 def places(one):
@@ -28,9 +34,9 @@ def places(one):
     return [i for i in range(1, len(counted)) if counted[i - 1] and not counted[i]]
 
 
-@pytest.fixture(scope="module", params=["passkey", "niah"])
-def suite(request):
-    return NeedleSuite(SPEC, TOKENIZER, TEXT).asking(request.param)
+@pytest.fixture(scope="module")
+def suite(case):
+    return NeedleSuite(SPEC, TOKENIZER, TEXT).asking(case[1])
 
 
 @torch.no_grad()
@@ -111,7 +117,7 @@ def test_what_does_not_fit_is_refused(spec, message):
         NeedleSuite(spec, TOKENIZER, TEXT)
 
 
-@pytest.mark.parametrize("lengths", [[256, 300], [256, 512, 777], [256, 1000]], ids=str)
+@pytest.mark.parametrize("lengths", [[256, 300], [256, 512, 777]], ids=str)
 def test_any_length_has_text_in_each_of_its_ranges(model, lengths):
     """Questions take the place of text before each length, which is no reason to lose a range of positions."""
     suite = NeedleSuite(EvalSpec(lengths, windows=1), TOKENIZER, TEXT)

@@ -18,7 +18,7 @@ import torch
 from support.gguf_files import gguf_of, quantized, rewritten, stated, write_toy
 from support.patches import lora
 from support.prompting import TOKENIZER
-from support.subsets import byte_level_llama
+from support.subsets import byte_level_llama, full
 from support.tiny import ids, logits, tiny_model
 from transformers import AutoTokenizer
 
@@ -154,10 +154,10 @@ def scaled_by_keys(model, path):
     ("family", "scaling", "context", "method"),
     [
         ("llama", YARN, 64, "yarn"),
-        ("llama", YARN, 256, "yarn"),
-        ("llama", YARN, 64, "ntk"),
+        full("llama", YARN, 256, "yarn"),
+        full("llama", YARN, 64, "ntk"),
         ("llama", YARN, 64, "abf:factor=4"),
-        ("llama", LINEAR, 256, "abf:factor=4"),
+        full("llama", LINEAR, 256, "abf:factor=4"),
         ("qwen2", YARN, 64, "yarn"),
         ("qwen2", LINEAR, 256, "pi"),
     ],

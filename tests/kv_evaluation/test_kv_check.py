@@ -348,15 +348,6 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
-def test_what_was_finished_for_another_question_is_not_taken():
-    model = small()
-    finished = {}
-    for changes in ({}, {"chunk": 16}, {"lengths": (48, 56)}):
-        asked = {**ASKED, "windows": 2, "tasks": (), **changes}
-        resumed, fresh = (check_cache(model, TOKENIZER, FORMATS[:1], resume=kept, **asked) for kept in (finished, None))
-        assert resumed.to_json() == fresh.to_json()
-
-
 def test_attribution_goes_on_where_it_was_stopped():
     model = small()
     finished = {}

@@ -20,6 +20,7 @@ from support.subsets import full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.kv_cache.schemes import Scheme
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "tutorials").glob("*") if path.suffix in (".md", ".ipynb"))
@@ -46,6 +47,7 @@ SMALLER = {
     "--lengths 512 --windows 4": "--lengths 48 --windows 2",
     "lengths=512": "lengths=48",
     "perplexity_0_512": "perplexity_0_48",
+    "vllm:fp8 llama.cpp:q8_0 llama.cpp:q4_0 q4_0 vllm:turboquant-4 kivi-4": "llama.cpp:q8_0 q4_0",
     "steps=32": "steps=1",
     "warmup=4": "warmup=0",
     "windows=16": "windows=1",
@@ -118,6 +120,14 @@ def run_blocks(page):
             with contextlib.redirect_stdout(printed):
                 exec(compile(code, "tutorial", "exec"), space)
     return printed.getvalue()
+
+
+def test_formats_of_the_pages_are_there():
+    """A tutorial runs with two of them."""
+    formats = re.findall(r'--formats "([^"]+)"', "".join(map(read, PAGES)))
+    assert formats
+    for name in " ".join(formats).split():
+        Scheme.parse(name)
 
 
 @pytest.mark.parametrize(

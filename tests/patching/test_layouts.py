@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.patches import cos_sin, module_of
 from support.round_trip import assert_cache_and_round_trip, assert_same_as_transformers, scaled_types
+from support.subsets import covering
 from support.tiny import SIZE, YARN, drawn_model, ids
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CohereConfig
 
@@ -130,8 +131,7 @@ def test_the_effect_is_that_of_transformers_own_type(family, method, parameters)
     assert_same_as_transformers(CONFIGS[family], method, parameters)
 
 
-@every_family
-@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5", "truncated"])
+@covering(family=list(CONFIGS), method=["yarn:factor=4", "p_rope:p=0.5", "truncated"])
 def test_cache_and_round_trip(family, method, tmp_path):
     assert_cache_and_round_trip(model_of(family), tmp_path, method)
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 from support.patches import edit_json
-from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, release, yarn
+from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, every_release, release, yarn
+from support.subsets import covering
 from support.tiny import SIZE, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -36,26 +37,29 @@ def scaled_type(parameters):
     return next(one["rope_type"] for one in every if one["rope_type"] != "default")
 
 
-@pytest.mark.parametrize("name", RELEASES)
+@torch.no_grad()
+@pytest.mark.parametrize("name", every_release)
 def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(name, tmp_path):
     model = release(name)
     own = RELEASES[name][2]
     stated = model.config.max_position_embeddings
     stock = release(name, raised(own), times=2)
     stock.load_state_dict(model.state_dict())
-    ids = torch.randint(SIZE["vocab_size"], (1, 2 * stated), generator=torch.Generator().manual_seed(1))
-    before = model(ids).logits
-    expected = stock(ids).logits
+    # The last 64 positions of twice the context.
+    ids = torch.randint(SIZE["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(1))
+    read = {"input_ids": ids, "position_ids": torch.arange(2 * stated)[None, -64:]}
+    before = model(**read).logits
+    expected = stock(**read).logits
     assert not torch.equal(before, expected), "the factor moves what is read"
     patch = rope_patch.apply(model, OWN[scaled_type(own)], target_length=2 * stated)
     assert patch.method.factor == 2
-    assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(model(**read).logits, expected)
     assert model.config.rope_parameters == stock.config.rope_parameters
     rope_patch.save(model, tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**read).logits, expected)
     assert rope_patch.doctor(tmp_path).ok
     rope_patch.restore(model)
-    assert torch.equal(model(ids).logits, before)
+    assert torch.equal(model(**read).logits, before)
 
 
 def test_another_type_starts_from_the_plain_table_with_the_whole_factor():
@@ -92,15 +96,21 @@ def test_yarn_that_a_card_adds_counts_from_what_it_reaches(stated):
     assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (4.0, 128)
 
 
-@pytest.mark.parametrize("stated", [16, 12, 64])
-@pytest.mark.parametrize(
-    "settings",
-    [yarn(16.0), LLAMA3 | {"factor": 16.0}, {**LINEAR, "original_max_position_embeddings": C}],
-    ids=["yarn", "llama3", "linear"],
+REACHING = {
+    "yarn": yarn(16.0),
+    "llama3": LLAMA3 | {"factor": 16.0},
+    "linear": {**LINEAR, "original_max_position_embeddings": C},
+}
+
+
+@covering(
+    method=["own", "pi", "yarn", "mrrope", "ntk", "llama3", "p_rope:p=1+pi", "pi+p_rope:p=1"],
+    scaled=list(REACHING),
+    stated=[16, 12, 64, 32],
 )
-@pytest.mark.parametrize("method", ["own", "pi", "yarn", "mrrope", "ntk", "llama3", "p_rope:p=1+pi", "pi+p_rope:p=1"])
-def test_a_target_that_the_table_reaches_slows_nothing(method, settings, stated):
+def test_a_target_that_the_table_reaches_slows_nothing(method, scaled, stated):
     """The factor reaches 256 tokens, whatever context is stated: left at that before the scaling, or lowered."""
+    settings = REACHING[scaled]
     model = tiny_model(max_position_embeddings=stated, rope_parameters=dict(settings))
     method = OWN[settings["rope_type"]] if method == "own" else method
     before, *_ = rope_patch.inspect(model).tables

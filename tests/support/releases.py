@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from support.subsets import full
 from support.tiny import MIXED, SIZE
 
 C = 16  # the context before any scaling
@@ -78,6 +79,11 @@ RELEASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By release: the model type, the stated context over the one before, the rotary settings, and further settings."""
+
+ALIKE = ("Apertus", "Qwen3 with YaRN", "Arcee", "DeepSeek V2")
+"""Releases that are scaled as another one is."""
+
+every_release = [full(name) if name in ALIKE else name for name in RELEASES]
 
 
 def release(name: str, rope_parameters: Any = None, times: int = 1) -> Any:

@@ -63,8 +63,10 @@ def naive(x, side):
         ]
     else:
         shares = [[(h, t, f) for t in tokens] for h in heads for f in features]
-    out = torch.zeros_like(x, dtype=torch.float64)
+    numbers = x.double().tolist()  # a list is read and written much faster than a tensor, number by number
+    out = x.double().tolist()
     for share in shares:
-        for place, value in zip(share, rounded([float(x[place]) for place in share], side.format), strict=True):
-            out[place] = value
-    return out
+        values = rounded([numbers[h][t][f] for h, t, f in share], side.format)
+        for (h, t, f), value in zip(share, values, strict=True):
+            out[h][t][f] = value
+    return torch.tensor(out, dtype=torch.float64)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from support.recipe_runs import recipe
+from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.patching.locate import locate
@@ -29,7 +30,17 @@ PAIRS = [
 ]
 NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
 ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
-every_run = pytest.mark.parametrize("files", ALONE + PAIRS, ids=lambda files: "+".join(path.stem for path in files))
+FIRST = ("llama-3-8b-32k", "llama-3.1-8b-32k+qlora", "qwen3-8b-128k+pose", "gemma-2-9b-32k", "gemma-3-4b-128k")
+FIRST += ("llama-3-8b-32k+truncated", "chat")
+
+
+def name_of(files):
+    return "+".join(path.stem for path in files)
+
+
+# One of each family and of each kind of run is in `make test`.
+RUNS = [files if name_of(files) in FIRST else full(files) for files in ALONE + PAIRS]
+every_run = pytest.mark.parametrize("files", RUNS, ids=name_of)
 every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 
 

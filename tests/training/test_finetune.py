@@ -22,6 +22,7 @@ from support.gguf_files import write_toy
 from support.patches import edit_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, recipe
+from support.subsets import full
 from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
@@ -188,7 +189,7 @@ def cut_short(monkeypatch, when):
     monkeypatch.setattr(TrainerState, "save_to_json", save)
 
 
-@pytest.mark.parametrize("when", ["step", "save"])
+@pytest.mark.parametrize("when", [full("step"), "save"])
 def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, monkeypatch, when):
     """Dropout is off, so what differs at the end would be lost state: optimizer, rows, positions."""
 
@@ -460,12 +461,12 @@ def test_arguments_follow_the_options(tmp_path):
 
 def test_the_script_trains(monkeypatch, capfd, tmp_path):
     config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
-    few = ("train.steps=2", "evaluation.before=false", "evaluation.windows=1", *TEXTS[1:])
+    few = ("data.length=128", "evaluation.lengths=128", "evaluation.before=false", "evaluation.windows=1", *TEXTS)
     words = (RECIPE, config, "--smoke", f"output={tmp_path / 'out'}", *few)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(RECIPE), run_name="__main__")
     out, err = capfd.readouterr()
-    assert not stop.value.code and "| retrieval 1024 |" in out, err[-2000:]
-    assert "2 steps of 1,024 tokens" in err and "FutureWarning" not in err
+    assert not stop.value.code and "| retrieval 128 |" in out, err[-2000:]
+    assert "4 steps of 256 tokens" in err and "FutureWarning" not in err
     assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"
