@@ -10,8 +10,8 @@ import torch
 from support.largest import Largest
 from support.patches import method_for
 from support.scored import Caches, bold_model, naive, spy_ids
-from support.tiny import ARCHITECTURES, SIZE, ids, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
+from support.tiny import ARCHITECTURES, ids, tiny_model
+from transformers import DynamicCache
 
 import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
@@ -62,9 +62,7 @@ def test_logits_of_all_tokens_never_exist():
 
 
 def test_logits_are_scaled_as_the_model_scales_them():
-    torch.manual_seed(0)
-    config = GraniteConfig(**SIZE, initializer_range=0.2, logits_scaling=8.0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("granite", initializer_range=0.2, logits_scaling=8.0)
     rows = ids(20)
     assert perplexity(model, rows).nll == pytest.approx(float(naive(model, rows).mean()), abs=1e-5)
 

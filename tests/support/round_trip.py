@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from support.tiny import YARN, drawn_model, ids, logits
+from support.tiny import PLAIN, YARN, drawn_model, ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 
@@ -62,13 +62,13 @@ def assert_cache_and_round_trip(model: Any, folder: Path, method: str) -> None:
     assert_round_trip(model, folder, method)
 
 
-def assert_same_as_transformers(config: Any, method: str, parameters: dict[str, Any]) -> None:
+def assert_same_as_transformers(family: str, method: str, parameters: dict[str, Any]) -> None:
     """Check that a patch of a plain table gives the logits of transformers' own scaled type, which are others."""
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    model = drawn_model(config, **plain)
+    model = drawn_model(family, rope_parameters=PLAIN)
     before = logits(model)
     rope_patch.apply(model, method, target_length=256)
-    assert torch.equal(logits(model), logits(drawn_model(config, **{**plain, "factor": 4.0, **parameters})))
+    scaled = {**PLAIN, "factor": 4.0, **parameters}
+    assert torch.equal(logits(model), logits(drawn_model(family, rope_parameters=scaled)))
     assert not torch.allclose(logits(model), before, atol=1e-4)
 
 
