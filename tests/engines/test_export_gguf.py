@@ -28,7 +28,7 @@ from rope_patch.runtime.gguf_file import open_gguf
 TESTS = Path(__file__).parents[1]
 WHOLE = f"""
 import sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path[:0] = {[str(TESTS), str(TESTS.parent / "benchmarks")]!r}
 from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])

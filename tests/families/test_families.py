@@ -86,7 +86,7 @@ def examine(row: dict[str, Any], folder: Path) -> None:
         try:
             check("unpatched")
         except Exception as error:
-            row["left_out"][check.__name__] = f"without a patch: {describe(error)}"
+            row["left_out"][check.__name__] = f"without a patch: {describe(error):.120}"
             checks[check.__name__] = "left out"
     trial.doctor("unpatched")
     for name in METHODS:

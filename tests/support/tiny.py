@@ -21,7 +21,6 @@ SIZE: dict[str, Any] = {
     **SPECIAL_TOKENS,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "head_dim": 16}
-FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": MIXED["layer_types"] * 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -31,13 +30,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 1.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0]}
 MSCALE = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
-GEMMA4 = {"model_type": "gemma4_text", **MIXED, "head_dim": 16, "global_head_dim": 32}
+GEMMA4 = {"model_type": "gemma4_text", **MIXED, "global_head_dim": 32}
 GEMMA4 |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 64}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
@@ -63,7 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-llama3": {"model_type": "llama", "rope_parameters": LLAMA3},
     "llama-yarn": {"model_type": "llama", "rope_parameters": YARN},
     "phi3-partial": {"model_type": "phi3", "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
-    "gemma4-shared": {**GEMMA4, **FOUR_LAYERS, "num_kv_shared_layers": 2},
+    "gemma4-shared": {
+        **{**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        "layer_types": MIXED["layer_types"] * 2,
+    },
     "gemma4-keys-are-values": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "olmo3": MIXED,
     "gpt_oss": {
@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3-halves": {**DEEPSEEK, "rope_interleave": False},
     "deepseek_v3-yarn": {**DEEPSEEK, "rope_parameters": MSCALE},
     "minicpm3": LATENT,
-    "minicpm3-longrope": {"model_type": "minicpm3", **LATENT, "rope_parameters": LONGROPE},
+    "minicpm3-longrope": {"model_type": "minicpm3", **LATENT, "rope_parameters": {**LONGROPE, "factor": 1.0}},
     "ministral3": {
         **{"head_dim": 16, "max_position_embeddings": 256},
         "rope_parameters": {
