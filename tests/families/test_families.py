@@ -52,6 +52,9 @@ def test_a_family_works_or_is_refused_as_its_row_says(kind, tmp_path, committed,
         row |= {"result": "fails", "reason": describe(error)}
     record_property("row", row)
     if committed is not None:
+        # Why a check is left out is said in the words of transformers and PEFT, which change with their releases.
+        for one in (row, committed[kind]):
+            one["left_out"] = sorted(one["left_out"])
         assert row == committed[kind]
 
 
