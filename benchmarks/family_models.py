@@ -1,7 +1,7 @@
 """Tiny random models of every causal language model type of transformers, built offline from the config classes.
 
 A recipe shrinks a type's default config by the names of its fields; ``OVERRIDES`` holds values for types that it does
-not fit.
+not fit. tests/families runs every type; tests/support/tiny.py holds the smaller models of the other tests.
 """
 
 from __future__ import annotations

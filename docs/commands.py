@@ -1,6 +1,7 @@
-"""What is generated of the pages: all commands and parameters, the options of a recipe, and the measured methods.
+"""What is generated of the pages: commands, parameters, the options of a recipe, measured methods, and model families.
 
-python docs/commands.py            # writes docs/commands.md, recipes/configs/lora.yaml and a table in docs/methods.md
+python docs/commands.py            # writes docs/commands.md, docs/families.md, recipes/configs/lora.yaml and a table in
+                                   # docs/methods.md
 python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
@@ -24,6 +25,7 @@ from rope_patch.options.yaml_and_json import options_from_dict, to_dict
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
+FAMILIES_PAGE = PAGE.with_name("families.md")
 ROOT = PAGE.parents[1]
 RECIPE = ROOT / "recipes" / "configs" / "lora.yaml"
 HEAD = """\
@@ -96,6 +98,37 @@ MEASURED = (
     "nope",
 )
 """The methods of the measured table."""
+
+HEAD_OF_FAMILIES = """\
+# Model families
+
+Which of the {total} causal language model types of transformers can be patched. `rope-patch doctor MODEL` looks at a
+checkpoint itself, whose options may differ from its type's default config.
+
+```bash
+python -m pytest tests/families -m full -n 2 --write
+python docs/commands.py
+```
+
+write this page, here with {versions}; without `--write` a changed result
+fails a test. Every type is built as a tiny random model and patched with `yarn`, `abf`, `p_rope` and a halved `table`.
+Ten checks follow, equal to the last bit: among them that the logits change, generation with a cache, saving and loading
+without `rope_patch`, a cast to bfloat16, a LoRA adapter (under the first method), and restoring
+([results](../benchmarks/results/families.json)). A check that fails without a patch too does not count. `doctor` must
+say OK before a patch, and under `yarn` and `p_rope`.
+
+| result | types | meaning |
+|---|---|---|"""
+RESULTS = {
+    "works": "every check passes, with every method that is not refused",
+    "fails": "a check fails, or an error gives no reason or a wrong one",
+    "refused": "`apply` raises an error that gives the reason, and changes nothing",
+    "no rotary table": "the model has no rotary embedding, or one without a table of frequencies",
+    "not built": "no tiny model could be built, or it does not run by itself",
+}
+"""The results of a family, and what they mean."""
+LISTED = ("works", "no rotary table")
+"""Results whose types are listed by name alone; types with another result are listed with the reason."""
 
 HEAD_OF_RECIPE = """\
 # Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
@@ -188,6 +221,24 @@ def methods_page() -> str:
     return before + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
 
 
+def families_page() -> str:
+    """Return docs/families.md as the results have it."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text(encoding="utf-8"))
+    rows = report["results"]
+    versions = ", ".join(f"{name} {report['environment'][name]}" for name in ("transformers", "peft", "torch"))
+    lines = [HEAD_OF_FAMILIES.format(versions=versions, total=len(rows))]
+    lines += [f"| {result} | {report['counts'].get(result, 0)} | {meaning} |" for result, meaning in RESULTS.items()]
+    lines += ["", "| type | result | reason |", "|---|---|---|"]
+    for row in rows:
+        if row["result"] not in LISTED:
+            reason = textwrap.shorten(row["reason"], 100, placeholder=" …").replace("|", "\\|")
+            lines.append(f"| `{row['type']}` | {row['result']} | {reason} |")
+    for result in LISTED:
+        names = [f"`{row['type']}`" for row in rows if row["result"] == result]
+        lines += ["", f"## {result.capitalize()}", "", ", ".join(names)]
+    return "\n".join([*lines, ""])
+
+
 def untrained(method: str, checkpoint: str) -> str:
     """Return perplexity within and beyond the trained context, and the passkeys found, at 4 times without training."""
     like = {"checkpoint": checkpoint, "factor": 4, "method": method}
@@ -199,7 +250,8 @@ def untrained(method: str, checkpoint: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((PAGE, page()), (RECIPE, recipe()), (METHODS_PAGE, methods_page())):
+    pages = {PAGE: page(), RECIPE: recipe(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
+    for path, text in pages.items():
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:

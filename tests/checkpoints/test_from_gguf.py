@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.gguf_files import rewritten, saved, write_toy
 from support.subsets import full
-from support.tiny import LLAMA3, ids, logits, tiny_model
+from support.tiny import LLAMA3, PLAIN, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -98,7 +98,7 @@ def test_gemma_3_whose_file_does_not_say_which_layers_slide(tmp_path):
     """As its converter writes it; transformers knows which. The table in the file is that of full attention."""
     tables = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_attention": PLAIN,
     }
     sizes = {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 256, "max_position_embeddings": 512}
     model = tiny_model("gemma3", rope_parameters=tables, **sizes)

@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.patches import lora, patched_model
-from support.tiny import SIZE, logits, tiny_model
+from support.tiny import logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaForSequenceClassification,
     LlamaModel,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 import rope_patch
@@ -122,7 +120,7 @@ def test_the_base_inside_a_peft_model_is_saved_when_the_adapter_is_merged_or_unl
 
 def test_names_that_transformers_changes_on_the_way_are_followed(tmp_path):
     """Mixtral's experts are one tensor in memory, and one each in the folder; shards are read as one."""
-    model = MixtralForCausalLM(MixtralConfig(**SIZE, num_local_experts=4))
+    model = tiny_model("mixtral", num_local_experts=4)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert any("experts.3." in name for name in index["weight_map"]) and len(set(index["weight_map"].values())) > 1

@@ -13,12 +13,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.commands import fail, invoke
 from support.patches import edit_json, lora, module_of, patched_model
-from support.tiny import MIXED, SIZE, YARN, tiny_config, tiny_model
+from support.tiny import PLAIN, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    GPT2Config,
     LlamaForCausalLM,
 )
 
@@ -200,17 +199,17 @@ def test_what_is_broken_is_named(build, folder):
 
 
 UNREAD = [
-    ("gemma3_text", MIXED, YARN, "rope_parameters.factor = 4.0"),
-    ("olmo3", MIXED, YARN, "rope_parameters.rope_theta = 10000.0"),
-    ("llama", {}, {"full_attention": YARN}, "rope_parameters.full_attention.rope_type = yarn"),
-    ("llama", {}, {"rope_theta": 10000.0, "factor": 4.0}, "rope_parameters.factor = 4.0"),
-    ("llama", {}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("gemma3", YARN, "rope_parameters.factor = 4.0"),
+    ("olmo3", YARN, "rope_parameters.rope_theta = 10000.0"),
+    ("llama", {"full_attention": YARN}, "rope_parameters.full_attention.rope_type = yarn"),
+    ("llama", {"rope_theta": 10000.0, "factor": 4.0}, "rope_parameters.factor = 4.0"),
+    ("llama", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
 ]
 
 
-@pytest.mark.parametrize(("family", "more", "stated", "said"), UNREAD)
-def test_a_setting_that_nothing_reads_is_named_and_a_patch_takes_its_place(family, more, stated, said, tmp_path):
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | more)).save_pretrained(tmp_path / "plain")
+@pytest.mark.parametrize(("family", "stated", "said"), UNREAD)
+def test_a_setting_that_nothing_reads_is_named_and_a_patch_takes_its_place(family, stated, said, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path / "plain")
     edit_json(tmp_path / "plain" / "config.json", lambda config: config.update(rope_parameters=stated))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     for source in (tmp_path / "plain", plain):
@@ -220,7 +219,6 @@ def test_a_setting_that_nothing_reads_is_named_and_a_patch_takes_its_place(famil
     assert doctor(tmp_path / "patched").ok
 
 
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LAYERED = {"sliding_attention": PLAIN, "full_attention": YARN}
 TWICE = {
     "base": ("llama", {"rope_parameters": PLAIN}, {"rope_theta": 1e4}, {"rope_theta": 5e5}),
@@ -238,14 +236,14 @@ TWICE = {
         {"original_max_position_embeddings": 32},
     ),
     "original context of a layer type": (
-        "gemma3_text",
+        "gemma3",
         {"rope_parameters": LAYERED},
         {"original_max_position_embeddings": 64},
         {"original_max_position_embeddings": 32},
     ),
     "type": ("llama", {}, {"rope_parameters": YARN | {"type": "yarn"}}, {"rope_parameters": YARN | {"type": "linear"}}),
     "type of a layer type": (
-        "gemma3_text",
+        "gemma3",
         {},
         {"rope_parameters": LAYERED},
         {"rope_parameters": LAYERED | {"full_attention": YARN | {"type": "default"}}},
@@ -257,8 +255,7 @@ TWICE = {
 @pytest.mark.parametrize("name", TWICE)
 def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name, tmp_path):
     family, stated, equal, other = TWICE[name]
-    size = {**SIZE, **(MIXED if family == "gemma3_text" else {}), "max_position_embeddings": 256}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size)).save_pretrained(tmp_path / "base")
+    tiny_model(family, max_position_embeddings=256).save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     del config["rope_parameters"]
     for values, status in ((equal, 0), (other, 1)):
@@ -290,7 +287,7 @@ def test_a_base_that_nothing_states_is_a_note(folder):
 
 
 def test_a_familys_own_base_needs_no_statement(tmp_path):
-    AutoModelForCausalLM.from_config(tiny_config("gemma3")).save_pretrained(tmp_path)
+    tiny_model("gemma3").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda config: config.pop("rope_parameters"))
     assert not [check for check in doctor(tmp_path).checks if check.name == "base"]
 
@@ -433,7 +430,7 @@ def test_a_context_that_another_program_multiplies_is_no_other_table(folder):
 def test_what_cannot_be_known_is_no_fault(folder):
     with torch.device("meta"):
         unfilled = LlamaForCausalLM(tiny_config("llama"))
-        other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=8))
+        other = tiny_model("gpt2")
     learned = tiny_model()
     module_of(learned).alpha = torch.nn.Parameter(torch.zeros(8))  # as Mistral Large 4 has it
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -17,8 +17,8 @@ from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
 from support.program_options import flags
 from support.subsets import full
-from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
+from support.tiny import ARCHITECTURES, LLAMA3, PLAIN, YARN, tiny_model
+from transformers import Gemma3Config
 
 import rope_patch
 from rope_patch.engines import export
@@ -27,12 +27,11 @@ from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.gguf.patch import patch_gguf
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "engines.json"
-OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 
 
 def written(folder, family="llama", **changes):
     """A checkpoint as plain transformers saves it, with other keys in its config.json."""
-    model = AutoModelForCausalLM.from_config(OLMO3) if family == "olmo3" else tiny_model(family)
+    model = tiny_model(family)
     return saved_with(model, folder, **changes)
 
 
@@ -55,7 +54,6 @@ def says(verdict, reason="", **numbers):
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LISTS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 L4 = math.log(4)
 YARN_SCALING = 0.1 * L4 + 1
 WHOLE = {"max_position_embeddings": 256}
@@ -354,7 +352,7 @@ def test_the_text_config_of_a_multimodal_checkpoint_is_read(tmp_path):
 
 
 def test_a_family_that_was_not_compared_is_unverified(tmp_path):
-    AutoConfig.for_model("granite", **SIZE).save_pretrained(tmp_path)
+    tiny_model("granite").save_pretrained(tmp_path)
     assert set(verdicts(tmp_path).values()) == {"reference", "unverified"}
 
 

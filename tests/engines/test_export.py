@@ -11,8 +11,8 @@ from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
 from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
-from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+from support.tiny import ARCHITECTURES, YARN, logits, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 import rope_patch.engines
@@ -115,7 +115,7 @@ def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
-    first = saved_with(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZE, rotary_pct=0.5)), tmp_path / "base")
+    first = saved_with(tiny_model("gpt_neox", rotary_pct=0.5), tmp_path / "base")
     report = export(first, tmp_path / "out", to="vllm", method="pi:factor=2")
     assert report["checked_against"] == UNVERIFIED
 

@@ -16,8 +16,8 @@ from support.commands import fail, run
 from support.fresh import run_code
 from support.gguf_files import saved, write_toy
 from support.patches import lora
-from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, StableLmConfig
+from support.tiny import LLAMA3, ids, logits, tiny_model
+from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.engines import export
@@ -28,7 +28,7 @@ from rope_patch.runtime.gguf_file import open_gguf
 TESTS = Path(__file__).parents[1]
 WHOLE = f"""
 import sys
-sys.path.insert(0, {str(TESTS)!r})
+sys.path[:0] = {[str(TESTS), str(TESTS.parent / "benchmarks")]!r}
 from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
@@ -160,7 +160,7 @@ def test_what_llama_cpp_cannot_express_is_refused_before_anything_is_converted(
 
 def test_an_unknown_family_and_a_table_that_changes_are_refused(tmp_path, converter):
     with pytest.raises(ValueError, match="stablelm"):
-        model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZE))
+        model = tiny_model("stablelm")
         export(model, tmp_path / "o.gguf", to="gguf", converter=converter)
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="dynamic"):

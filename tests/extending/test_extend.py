@@ -21,8 +21,8 @@ from support.gguf_files import write_toy
 from support.hub import cached_repository, reachable
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
-from support.tiny import SIZE, tiny_model
-from transformers import AutoModelForCausalLM, MixtralConfig, PhiConfig, PhiForCausalLM, Trainer
+from support.tiny import tiny_model
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
@@ -458,7 +458,7 @@ def test_another_training_does_not_go_on_with_an_earlier_one(tmp_path, monkeypat
 
 def test_on_a_gpu_a_family_that_no_plan_covers_is_trained_on_short_rows(tmp_path, monkeypatch):
     options = ExtendSettings("tiny", 64 * 1024, methods=("yarn",), train=True, evaluation=EvalSpec((64 * 1024,)))
-    model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZE, num_local_experts=2))
+    model = tiny_model("mixtral")
     memory = SimpleNamespace(total_memory=2**36)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))

@@ -17,12 +17,10 @@ from support.rounding import naive
 from support.scored import check_reader, spy_ids
 from support.states import attended, model_of
 from support.subsets import covering, full
-from support.tiny import MIXED, SIZE, ids, tiny_model
+from support.tiny import MIXED, ids, tiny_model
 from transformers import (
-    AutoModelForCausalLM,
     Cache,
     DynamicCache,
-    PhiConfig,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -682,7 +680,7 @@ def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
 
 
 def test_errors_are_those_without_dropout():
-    model = AutoModelForCausalLM.from_config(PhiConfig(**SIZE, embd_pdrop=0.5))
+    model = tiny_model("phi", embd_pdrop=0.5)
     row = ids(TOKENS, 1)[0]
     scheme = Scheme.parse("int4.token")
     expected = errors_of(model.eval(), row, scheme)

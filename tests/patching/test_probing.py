@@ -8,14 +8,12 @@ import pytest
 import torch
 from support.patches import edit_json, module_of, patched_model
 from support.round_trip import assert_round_trip
-from support.subsets import full, needs_transformers
-from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
+from support.subsets import full
+from support.tiny import LLAMA3, SIZE, ids, logits, tiny_config, tiny_model
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    DbrxConfig,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
@@ -24,12 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import rope_patch
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.patching import locate as locating
-
-
-def built(family, **changes):
-    """A tiny random model of a type of transformers."""
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | changes)).eval()
 
 
 def refused(model, message, method="p_rope:p=0.5", **options):
@@ -47,13 +39,13 @@ def refused(model, message, method="p_rope:p=0.5", **options):
 
 
 def test_a_falcon_with_alibi_is_refused():
-    refused(built("falcon", alibi=True), "FalconForCausalLM")
-    rope_patch.apply(built("falcon"), "p_rope:p=0.5")
+    refused(tiny_model("falcon", alibi=True), "FalconForCausalLM")
+    rope_patch.apply(tiny_model("falcon"), "p_rope:p=0.5")
 
 
 def test_a_smollm3_without_rotary_layers_is_refused():
-    refused(built("smollm3", no_rope_layers=[0, 0]), "no layer")
-    rope_patch.apply(built("smollm3", no_rope_layers=[0, 1]), "p_rope:p=0.5")  # the last layer does
+    refused(tiny_model("smollm3", no_rope_layers=[0, 0]), "no layer")
+    rope_patch.apply(tiny_model("smollm3", no_rope_layers=[0, 1]), "p_rope:p=0.5")  # the last layer does
 
 
 def test_the_users_weights_and_random_numbers_are_left_alone(monkeypatch):
@@ -104,23 +96,13 @@ class SummedForCausalLM(LlamaForCausalLM):
 
 
 def test_position_axes_that_are_mixed_are_refused():
-    model = SummedForCausalLM(LlamaConfig(**SIZE)).eval()
+    model = SummedForCausalLM(tiny_config("llama")).eval()
     refused(model, "another kind")
-
-
-@needs_transformers("5.23", "has no LFM3")
-def test_attributes_that_a_model_reads_on_its_rotary_embedding_are_there():
-    model = built("lfm3", layer_types=["full_attention", "sliding_attention"], head_dim=16)
-    before = logits(model)
-    with rope_patch.patched(model, "nope"):
-        assert not torch.allclose(logits(model), before)
-    with rope_patch.patched(model, "default"):
-        assert torch.equal(logits(model), before)
 
 
 def test_a_family_that_keeps_float32_is_kept_in_float32(tmp_path):
     """OLMo's cos and sin are float32 whatever the model computes in; cast as Llama's are, its logits moved by 3 %."""
-    built("olmo2").save_pretrained(tmp_path / "base")
+    tiny_model("olmo2").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     before = logits(model)
     with rope_patch.patched(model, "default"):
@@ -150,64 +132,21 @@ def test_two_readers_of_one_config_are_refused():
 
 def test_a_config_that_holds_infinity(tmp_path):
     sizes = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-    model = built("bamba", **sizes, attn_layer_indices=[1])
+    model = tiny_model("bamba", **sizes, attn_layer_indices=[1])
     assert model.config.time_step_limit[1] == float("inf")
     assert_round_trip(model, tmp_path, "yarn:factor=4")
-
-
-def test_a_config_that_calls_the_context_otherwise(tmp_path):
-    config = DbrxConfig(
-        d_model=64, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=96, resid_pdrop=0.0, pad_token_id=0,
-        attn_config={"kv_n_heads": 2, "attn_pdrop": 0.0, "clip_qkv": 8.0, "rope_theta": 1e4},
-        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": 64},
-    )  # fmt: skip
-    assert config.attribute_map["max_position_embeddings"] == "max_seq_len"
-    assert_round_trip(AutoModelForCausalLM.from_config(config), tmp_path, "abf:factor=50", target_length=256)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "method"),
-    [
-        # copies the original context and wants mscale
-        ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}, "yarn:factor=4"),
-        ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}, "p_rope_reversed:p=0.5"),
-        ("mixtral", {"num_local_experts": 2, "head_dim": None}, "yarn:factor=4"),
-        ("olmo3", {"num_hidden_layers": 4}, "yarn:factor=4"),
-    ],
-)
-def test_configs_of_other_shapes(tmp_path, family, changes, method):
-    assert_round_trip(built(family, **changes), tmp_path, method)
 
 
 def test_a_static_table_that_a_config_calls_dynamic(tmp_path):
     """HunYuan's alpha stretches the base once and for all."""
     alpha = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
-    model = built("hunyuan_v1_dense", head_dim=16, rope_parameters=alpha)
+    model = tiny_model("hunyuan_v1_dense", head_dim=16, rope_parameters=alpha)
     before = logits(model)
     with rope_patch.patched(model, "default"):
         assert torch.equal(logits(model), before)
     with pytest.raises(ValueError, match="freeze_at"):
         rope_patch.apply(model, "default", freeze_at=64)
     assert_round_trip(model, tmp_path, "pi:factor=4")
-
-
-def test_reasons_name_the_model():
-    from transformers import RecurrentGemmaConfig
-
-    sizes = {key: value for key, value in SIZE.items() if key != "max_position_embeddings"}
-    recurrent = RecurrentGemmaConfig(
-        **sizes, lru_width=64, attention_window_size=16, block_types=["recurrent", "attention"]
-    )
-    refused(
-        AutoModelForCausalLM.from_config(recurrent),
-        "RecurrentGemmaForCausalLM: max_position_embeddings",
-    )
-
-
-def test_a_decoder_that_is_an_output_layer():
-    model = built("modernbert-decoder", global_attn_every_n_layers=2, local_attention=16)
-    rope_patch.apply(model, "p_rope:p=0.5")
-    rope_patch.verify(model)
 
 
 def test_a_table_with_learned_weights_is_refused():

@@ -8,18 +8,8 @@ import pytest
 import torch
 from support.round_trip import assert_cache_and_round_trip, assert_identity, assert_same_as_transformers, scaled_types
 from support.subsets import covering
-from support.tiny import SIZE, YARN, drawn_model, logits
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniCPM3Config,
-    Ministral3Config,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from support.tiny import drawn_model, logits, tiny_config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
@@ -27,61 +17,41 @@ import rope_patch
 from rope_patch.engines.encodings import config_keys
 from rope_patch.patching.locate import locate
 
-LATENT = {**SIZE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
-LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-EXPERTS |= {"first_k_dense_replace": 1}
-MSCALE = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0]}
-CONFIGS = {
-    "deepseek_v2": DeepseekV2Config(**LATENT, **{**EXPERTS, "topk_method": "greedy"}),
-    "deepseek_v3": DeepseekV3Config(**LATENT, **EXPERTS),
-    "deepseek_v3-halves": DeepseekV3Config(**LATENT, **EXPERTS, rope_interleave=False),
-    "deepseek_v3-yarn": DeepseekV3Config(**LATENT, **EXPERTS, rope_parameters=MSCALE),
-    "minicpm3": MiniCPM3Config(**LATENT),
-    "minicpm3-longrope": MiniCPM3Config(
-        **LATENT,
-        rope_parameters={
-            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 1.0},
-            **FACTORS,
-        },
-    ),
-    "ministral3": Ministral3Config(
-        **{**SIZE, "max_position_embeddings": 256},
-        head_dim=16,
-        rope_parameters={**MSCALE, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
-    ),
-}
-every_family = pytest.mark.parametrize("family", CONFIGS)
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v3-halves",
+    "deepseek_v3-yarn",
+    "minicpm3",
+    "minicpm3-longrope",
+    "ministral3",
+)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 METHODS = ("p_rope:p=0.5", "yarn:factor=80", "pi:factor=2")
-
-
-def model_of(family):
-    return drawn_model(CONFIGS[family])
 
 
 @every_family
 def test_identity(family):
-    assert_identity(model_of(family))
+    assert_identity(drawn_model(family))
 
 
 # A method that starts from the base refuses divisors that no formula gives.
-@covering(family=list(CONFIGS), method=METHODS, without=[("minicpm3-longrope", "yarn:factor=80")])
+@covering(family=list(FAMILIES), method=METHODS, without=[("minicpm3-longrope", "yarn:factor=80")])
 def test_cache_and_round_trip(family, method, tmp_path):
-    assert_cache_and_round_trip(model_of(family), tmp_path, method)
+    assert_cache_and_round_trip(drawn_model(family), tmp_path, method)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
 @scaled_types
 def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
     """Without mscale_all_dim the softmax scale does not depend on the type."""
-    assert_same_as_transformers(CONFIGS[family], method, parameters)
+    assert_same_as_transformers(family, method, parameters)
 
 
 def test_the_softmax_scale_is_kept_by_hand(tmp_path):
     """DeepSeek: (8 + 8)^-0.5 x (0.1 ln 40 + 1)^2, which transformers reads from factor and mscale_all_dim."""
     by_hand = 0.25 * (0.1 * math.log(40) + 1) ** 2
-    model = model_of("deepseek_v3-yarn")
+    model = drawn_model("deepseek_v3-yarn")
     rope_patch.apply(model, "p_rope:p=0.5")
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -95,7 +65,7 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 )
 def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(family, factor, tmp_path):
     """In memory as in a model that transformers builds from the new config; restored after each way to undo it."""
-    model = model_of(family)
+    model = drawn_model(family)
     before = logits(model)
     scale = model.model.layers[0].self_attn.scaling
     rope_patch.apply(model, f"yarn:factor={factor}:mscale=1:mscale_all_dim=1")
@@ -116,7 +86,7 @@ def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(
 
 def test_what_attention_looks_up_while_it_runs_is_kept():
     """Ministral 3: a temperature that grows with the position over the original context; in what is exported, too."""
-    model = model_of("ministral3")
+    model = drawn_model("ministral3")
     for method in METHODS:
         with rope_patch.patched(model, method) as patch:
             found = model.config.rope_parameters
@@ -126,14 +96,14 @@ def test_what_attention_looks_up_while_it_runs_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("attention", "cls", "config"),
+    ("attention", "cls", "family"),
     [
-        (LlamaAttention, LlamaForCausalLM, LlamaConfig(**SIZE)),
+        (LlamaAttention, LlamaForCausalLM, "llama"),
         # Behind experts, which cannot be run without numbers.
-        (MixtralAttention, MixtralForCausalLM, MixtralConfig(**SIZE, num_local_experts=2)),
+        (MixtralAttention, MixtralForCausalLM, "mixtral"),
     ],
 )
-def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused(attention, cls, config):
+def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused(attention, cls, family):
     class Reading(attention):
         def forward(self, *args, **kwargs):
             self.seen = list(self.config.rope_parameters)
@@ -144,7 +114,7 @@ def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused(attention, c
             super().__init__(config)
             self.model.layers[1].self_attn = Reading(config, 1)
 
-    model = ReadingForCausalLM(config).eval()
+    model = ReadingForCausalLM(tiny_config(family)).eval()
     before = logits(model)
     with pytest.raises(ValueError, match="Reading"):
         rope_patch.apply(model, "p_rope:p=0.5")

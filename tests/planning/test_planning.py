@@ -11,9 +11,8 @@ from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
 from support.live_bytes import LiveBytes
 from support.subsets import covering
-from support.tiny import SIZE as TINY
 from support.tiny import tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.training_loss import token_loss
@@ -363,7 +362,7 @@ def test_models_that_no_plan_covers(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json"):
         shape_of(tmp_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MixtralConfig(**TINY, num_local_experts=2))
+        model = tiny_model("mixtral")
     with pytest.raises(ValueError, match="MixtralDecoderLayer"):
         shape_of(model)
 

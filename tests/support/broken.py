@@ -23,9 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
 from support.patches import edit_json, module_of, saved_with
-from support.tiny import LLAMA3, YARN, ids, tiny_config, tiny_model
+from support.tiny import LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
 
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LARGE_BASE = {"rope_type": "default", "rope_theta": 500000.0}
 GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.0872e-41]
 """Eight numbers that a ``torch.empty`` once held: memory differs from run to run, and may hold the right table."""
@@ -139,7 +138,7 @@ def table_of_a_fork_is_not_filled(folder: Path) -> Pair:
 def table_is_what_the_memory_held(folder: Path) -> Pair:
     weights = tiny_model().state_dict()
     with torch.device("meta"):
-        broken = AutoModelForCausalLM.from_config(tiny_config("llama"))
+        broken = tiny_model()
     broken = broken.to_empty(device="cpu").eval()
     broken.load_state_dict(weights)  # strict: the table is no part of it
     for name in ("inv_freq", "original_inv_freq"):
@@ -460,24 +459,13 @@ def scaling_of_sliding_layers_is_dropped(folder: Path) -> Pair:
         full = {**YARN, "rope_theta": 500000.0}
         sliding = full if scaled else LARGE_BASE
         rope_parameters = {"full_attention": full, "sliding_attention": sliding}
-        model = olmo3(rope_parameters)
+        model = tiny_model("olmo3", max_position_embeddings=256, rope_parameters=rope_parameters)
         scaling = {key: value for key, value in full.items() if key != "rope_theta"}
         pair.append(saved_with(model, folder / str(scaled)))
         if not scaled:
             older = {"rope_theta": 500000.0, "rope_scaling": scaling, "rope_parameters": None}
             saved_with(model, pair[-1], **older)
     return Pair(*pair)
-
-
-def olmo3(rope_parameters: dict[str, Any]) -> PreTrainedModel:
-    """A tiny OLMo 3."""
-    from transformers import Olmo3Config
-
-    from support.tiny import MIXED, SIZE
-
-    config = Olmo3Config(**{**SIZE, **MIXED, "max_position_embeddings": 256}, rope_parameters=rope_parameters)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @case(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from support.subsets import full
-from support.tiny import MIXED, SIZE
+from support.tiny import PLAIN, tiny_model
 
 C = 16  # the context before any scaling
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def yarn(factor: float, theta: float = 1e6, **more: Any) -> dict[str, Any]:
@@ -25,29 +20,19 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"original_max_position_embeddings": C}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-LATENT |= {"qk_nope_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-GREEDY = {"topk_method": "greedy"}
-RELEASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "Llama 3.1": ("llama", 8, LLAMA3, {}),
-    "Apertus": ("apertus", 8, LLAMA3 | {"rope_theta": 12e6}, {}),
-    "Qwen3 with YaRN": ("qwen3", 4, yarn(4.0), {}),
+RELEASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "Llama 3.1": ("llama", 8, LLAMA3),
+    "Apertus": ("apertus", 8, LLAMA3 | {"rope_theta": 12e6}),
+    "Qwen3 with YaRN": ("qwen3", 4, yarn(4.0)),
     "Ministral 3": (
         "ministral3",
         16,
         yarn(16.0, **BETAS, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
-        {},
     ),
-    "gpt-oss": (
-        "gpt_oss",
-        32,
-        yarn(32.0, 15e4, **BETAS, truncate=False),
-        {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16},
-    ),
-    "Arcee": ("arcee", 20, yarn(20.0, 1e4, **BETAS, mscale=1.0), {}),
-    "DeepSeek V2": ("deepseek_v2", 40, yarn(40.0, 1e4, **BETAS, mscale=0.707, mscale_all_dim=0.707), LATENT | GREEDY),
-    "DeepSeek V3": ("deepseek_v3", 40, yarn(40.0, 1e4, **BETAS, mscale=1.0, mscale_all_dim=1.0), LATENT),
+    "gpt-oss": ("gpt_oss", 32, yarn(32.0, 15e4, **BETAS, truncate=False)),
+    "Arcee": ("arcee", 20, yarn(20.0, 1e4, **BETAS, mscale=1.0)),
+    "DeepSeek V2": ("deepseek_v2", 40, yarn(40.0, 1e4, **BETAS, mscale=0.707, mscale_all_dim=0.707)),
+    "DeepSeek V3": ("deepseek_v3", 40, yarn(40.0, 1e4, **BETAS, mscale=1.0, mscale_all_dim=1.0)),
     "OLMo 3": (
         "olmo3",
         8,
@@ -55,16 +40,14 @@ RELEASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
             "sliding_attention": PLAIN,
             "full_attention": yarn(8.0, 5e5, **BETAS, attention_factor=0.1 * math.log(8) + 1),
         },
-        MIXED,
     ),
     "Gemma 3 4B": (
-        "gemma3_text",
+        "gemma3",
         8,
         {"sliding_attention": PLAIN, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}},
-        MIXED,
     ),
     "Gemma 4": (
-        "gemma4_text",
+        "gemma4",
         8,
         {
             "sliding_attention": PLAIN,
@@ -75,10 +58,9 @@ RELEASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
                 "factor": 2.0,
             },
         },
-        {**MIXED, "vocab_size_per_layer_input": SIZE["vocab_size"]},
     ),
 }
-"""By release: the model type, the stated context over the one before, the rotary settings, and further settings."""
+"""By release: the model type, the stated context over the one before, and the rotary settings."""
 
 ALIKE = ("Apertus", "Qwen3 with YaRN", "Arcee", "DeepSeek V2")
 """Releases that are scaled as another one is."""
@@ -88,8 +70,5 @@ every_release = [full(name) if name in ALIKE else name for name in RELEASES]
 
 def release(name: str, rope_parameters: Any = None, times: int = 1) -> Any:
     """A tiny random model of a release, by default with its own rotary settings and once the context it states."""
-    kind, stated, own, more = RELEASES[name]
-    settings = {**SIZE, **more, "max_position_embeddings": times * stated * C}
-    settings["rope_parameters"] = copy.deepcopy(rope_parameters or own)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+    family, stated, own = RELEASES[name]
+    return tiny_model(family, rope_parameters=rope_parameters or own, max_position_embeddings=times * stated * C)

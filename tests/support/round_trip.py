@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from support.tiny import YARN, drawn_model, ids, logits
+from support.tiny import PLAIN, YARN, drawn_model, ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 
@@ -35,12 +35,16 @@ def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> 
     assert left == {key: value for key, value in config.items() if key not in STATED_BY_SAVING}
 
 
-def assert_cached_equals_full(model: Any) -> None:
+def assert_cached_equals_full(model: Any, prompt: torch.Tensor | None = None) -> None:
     """Check that generation token by token through a cache gives the logits of one pass over the whole text."""
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
-    done = model.generate(ids(20), **options, return_dict_in_generate=True)
-    full = logits(model, done.sequences)[:, 19:-1]
-    torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=1e-4, atol=1e-4)
+    if prompt is None:
+        prompt = ids(20)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "output_logits": True, "pad_token_id": 0}
+    # Ordinary tokens alone: those of images and the like are the last ones of the vocabulary.
+    options |= {"attention_mask": torch.ones_like(prompt), "suppress_tokens": [0, 1, 2, *range(90, 96)]}
+    done = model.generate(prompt, **options, return_dict_in_generate=True)
+    full = logits(model, done.sequences)[:, prompt.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=0, atol=1e-4)
 
 
 def assert_identity(model: Any) -> None:
@@ -58,13 +62,13 @@ def assert_cache_and_round_trip(model: Any, folder: Path, method: str) -> None:
     assert_round_trip(model, folder, method)
 
 
-def assert_same_as_transformers(config: Any, method: str, parameters: dict[str, Any]) -> None:
+def assert_same_as_transformers(family: str, method: str, parameters: dict[str, Any]) -> None:
     """Check that a patch of a plain table gives the logits of transformers' own scaled type, which are others."""
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    model = drawn_model(config, **plain)
+    model = drawn_model(family, rope_parameters=PLAIN)
     before = logits(model)
     rope_patch.apply(model, method, target_length=256)
-    assert torch.equal(logits(model), logits(drawn_model(config, **{**plain, "factor": 4.0, **parameters})))
+    scaled = {**PLAIN, "factor": 4.0, **parameters}
+    assert torch.equal(logits(model), logits(drawn_model(family, rope_parameters=scaled)))
     assert not torch.allclose(logits(model), before, atol=1e-4)
 
 

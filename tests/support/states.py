@@ -13,49 +13,28 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Ernie4_5Config,
-    Gemma4TextConfig,
-    GlmConfig,
-    GPTNeoXConfig,
-    Olmo2Config,
-    PersimmonConfig,
-    PhiConfig,
-    StableLmConfig,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.modeling.attention_layers import ROLES
-from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
+from support.tiny import ARCHITECTURES, tiny_model
 
-GEMMA4 = {
-    **{**SIZE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    **{"sliding_window": 16, "head_dim": 16, "global_head_dim": 32},
-    **{"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 64},
-}
-
-OTHERS = {
-    "phi": PhiConfig(**SIZE, qk_layernorm=True),  # norms return (rows, heads, tokens, head_dim); half a head rotates
-    "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True),
-    "glm": GlmConfig(**SIZE, head_dim=16),  # interleaved pairs behind an ordinary table
-    "ernie4_5": Ernie4_5Config(**SIZE, head_dim=16),  # the same
-    "cohere": CohereConfig(**SIZE),  # the same, behind a table that is interleaved, too
-    "olmo2": Olmo2Config(**SIZE),  # one norm over all heads
-    "gpt_neox": GPTNeoXConfig(**SIZE),  # query, key and value fused head by head
-    "persimmon": PersimmonConfig(**SIZE),  # the same, with norms behind
-    "phi3-partial": tiny_config(
-        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    ),
-    "llama-llama3": tiny_config("llama", rope_parameters=LLAMA3),
-    "llama-yarn": tiny_config("llama", rope_parameters=YARN),
-    "llama-bias": tiny_config("llama", attention_bias=True),
-    "gemma4-shared": Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=2),
-    "gemma4-keys-are-values": tiny_config("gemma4", attention_k_eq_v=True, num_global_key_value_heads=1),
-}  # fmt: skip
-
-FAMILIES = [*ARCHITECTURES, *OTHERS]
+FAMILIES = [
+    *ARCHITECTURES,
+    "phi",
+    "stablelm",
+    "glm",
+    "ernie4_5",
+    "cohere",
+    "olmo2",  # one norm over all heads
+    "gpt_neox",  # query, key and value fused head by head
+    "persimmon",  # the same, with norms behind
+    "phi3-partial",
+    "llama-llama3",
+    "llama-yarn",
+    "llama-bias",
+    "gemma4-shared",
+    "gemma4-keys-are-values",
+]
 
 INTERLEAVED = ("glm", "ernie4_5", "cohere")
 
@@ -72,11 +51,7 @@ def model_of(name, **changes):
 
     In a fresh model biases are 0 and weights of norms are 1, so that a bias or a weight that is left out does not show.
     """
-    if name in OTHERS:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(OTHERS[name])).eval()
-    else:
-        model = tiny_model(name, **changes)
+    model = tiny_model(name, **changes)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -151,7 +126,3 @@ def attended(model, rows, monkeypatch):
             for layer, layer_weights in zip(records[-1], weights, strict=True):
                 layer.weights = layer_weights[0].double().numpy()
     return records
-
-
-def refused(config):
-    return AutoModelForCausalLM.from_config(config).eval()
