@@ -38,7 +38,7 @@ def test_a_line_end_of_another_system_changes_no_document(monkeypatch, tmp_path)
     """Git may write such line ends into a checkout on Windows."""
     (tmp_path / "text").mkdir()
     for split in SPLITS:
-        whole = (FOLDER / "text.txt").with_stem(split).read_bytes()
+        whole = (FOLDER / f"{split}.txt").read_bytes()
         (tmp_path / "text" / f"{split}.txt").write_bytes(whole.replace(b"\n", b"\r\n"))
     monkeypatch.setattr("rope_patch.texts.builtin_text.data_path", lambda name: tmp_path)
     for split in SPLITS:

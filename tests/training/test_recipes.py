@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 @pytest.fixture
 def short_library(tmp_path, monkeypatch):
     """A standard library of one file, beside the topics of the reference: measuring on all of it takes 15 s."""
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "one.py").write_text("x = 1\n" * 50)
+    (tmp_path / "one.py").write_text("x = 1\n" * 50)
     real = sysconfig.get_path
 
     def get_path(name, *scheme):
         if name == "stdlib":
-            return str(tmp_path / "library")
+            return str(tmp_path)
         return real(name, *scheme)
 
     monkeypatch.setattr(sysconfig, "get_path", get_path)
