@@ -7,8 +7,9 @@
 
 With so few training tokens, text alone does not teach a model of this size to retrieve; this curriculum does. Stages:
 text; then short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer
-windows with more text. Only `builtin_text("train")` is read (and `--text`), never the held-out or haystack splits. At
-the end the model is measured on those, and the folder gets the weights in bfloat16, the tokenizer and a model card.
+windows with more text. The text is `cpython_text("train")`: what ships with the Python that runs this script (and
+`--text`). At the end the model is measured on `cpython_text("heldout")`, which it never read, and the folder gets the
+weights in bfloat16, the tokenizer and a model card.
 
 `--patch` trains random weights under a method from the first step on, as Barbero et al. (2024, table 2) compare p-RoPE
 with other tables; `--scaled` trains the bundled weights on, as releases with a scaled table were made.
@@ -17,12 +18,19 @@ with other tables; `--scaled` trains the bundled weights on, as releases with a 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import importlib
+import inspect
 import json
+import os
 import platform
 import random
 import shlex
 import sys
+import sysconfig
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +55,6 @@ from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.runtime.packaged import data_path
-from rope_patch.texts.builtin_text import builtin_text
 
 VOCABULARY = 1024
 LENGTH = 256
@@ -55,6 +62,25 @@ BOS, EOS, PAD = 0, 1, 2
 # The answer is a few tokens of a passkey row, so each of them counts more in the loss than a token of text.
 ANSWER_WEIGHT = 5.0
 PASSKEY = TASKS["passkey"]
+
+# Folders of the standard library that some distributions leave out, or that hold tables rather than text.
+LEFT_OUT = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "turtledemo",
+}
+
+# IPython, notebooks and command lines replace these functions of sys; Python keeps the originals under other names.
+HOOKS = {name: f"__{name}__" for name in ("breakpointhook", "displayhook", "excepthook", "unraisablehook")}
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,85 @@ CURRICULUM = (
     Stage("longer", 128, 700_000, 0.3, 0.5),
     Stage("full", LENGTH, 2_600_000, 0.6, 0.35, decay=True),
 )
+
+
+@functools.lru_cache(maxsize=2)
+def cpython_text(split: str) -> tuple[str, ...]:
+    """Return the documents of a split of what ships with this Python; those of 3.11.7 trained the bundled models.
+
+    The hash of a document decides its split (80 % train, 10 % heldout, 10 % haystack), so that no text is in two.
+
+    Raises:
+        FileNotFoundError: this Python was installed without the source of its standard library.
+    """
+    return tuple(text for text in cpython_documents() if split_of(text) == split)
+
+
+def digest_of(documents: tuple[str, ...]) -> str:
+    """Return the digest of documents, in their order."""
+    return hashlib.sha256("\0".join(documents).encode()).hexdigest()
+
+
+def split_of(text: str) -> str:
+    """Return the split of a document."""
+    # Its content alone decides, not its place in the list: other documents may come and go between versions of Python.
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 10
+    if share == 8:
+        return "heldout"
+    if share == 9:
+        return "haystack"
+    return "train"
+
+
+def cpython_documents() -> Iterator[str]:
+    """Yield what this Python ships: its language topics, the docstrings of its C modules, and its library."""
+    yield from reference_documents()
+    yield from source_documents()
+
+
+def reference_documents() -> Iterator[str]:
+    """Yield the topics of the language reference, and the docstrings of the modules that are written in C."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    yield from (text for _, text in sorted(topics.items()))
+    for name in sorted(sys.builtin_module_names):
+        yield docstrings(name)
+
+
+def source_documents() -> Iterator[str]:
+    """Yield the files of the standard library, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = set(inside) - LEFT_OUT  # what is left out is most of the files, and is not even listed
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    # Sorted by the text of the path with slashes, so that the order is the same on every system.
+    paths.sort(key=lambda path: path.relative_to(root).as_posix())
+    if not paths:
+        raise FileNotFoundError("this Python carries no source of its standard library")
+    for path in paths:
+        # The two prefixes are of files that describe how this Python was built: they differ between machines.
+        if not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata")):
+            text = path.read_text(encoding="utf-8", errors="ignore").strip()
+            # Stubs, such as an empty __init__.py, are left out.
+            if len(text) > 200:
+                yield text
+
+
+def docstrings(module_name: str) -> str:
+    """Return the docstrings of a module that is written in C, whose source is not among the Python files.
+
+    What a running program has put into the module is left out, so that every process reads the same corpus: functions
+    written in Python and the last error. A hook that may have been replaced is read as ``__hook__``, the name under
+    which Python keeps the original.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of the modules are deprecated
+        module = importlib.import_module(module_name)
+    names = [name for name in sorted(vars(module)) if not name.startswith(("_", "last_"))]
+    members = [getattr(module, HOOKS.get(name, name)) for name in names]
+    own = [member for member in members if callable(member) and not inspect.isfunction(member)]
+    texts = [inspect.getdoc(module), *map(inspect.getdoc, own)]
+    return f"{module_name}\n\n" + "\n\n".join(dict.fromkeys(text for text in texts if text))
 
 
 def build_model(shape: str) -> PreTrainedModel:
@@ -296,7 +401,7 @@ def measure(
     model.eval()
     context = model.config.max_position_embeddings
     lengths = (context, 2 * context, 4 * context)
-    stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
+    stream = tokenizer("\n\n".join(cpython_text("heldout")), add_special_tokens=False, verbose=False)["input_ids"]
     own = lengths[-1] - 1  # tokens of a row without its <bos>
     rows = torch.tensor(
         [[BOS, *stream[i : i + own]] for i in range(0, len(stream) - own, own)][: 40 * LENGTH // context]
@@ -332,7 +437,6 @@ def card(
     seed: int,
 ) -> str:
     """Return the model card."""
-    corpus = builtin_text("train")
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -343,10 +447,10 @@ A {parameters / 1e6:.2f}M-parameter model, small enough to try context extension
 and to retrieve within {context} tokens; the figures below say how far it does. It knows nothing else: do not use it for
 text.
 
-- **Data**: `builtin_text("train")`, English and Python source that ship with CPython {platform.python_version()}
-  (PSF License; SHA-256 of the documents `{corpus.sha256}`),
-  random strings, and passkey prompts over that text. Held-out and haystack documents of this Python were never
-  trained on; a file that another Python ships changed may fall into another split there.
+- **Data**: `cpython_text("train")` of the recipe, English and Python source that ship with CPython
+  {platform.python_version()} (PSF License; SHA-256 of the documents `{digest_of(cpython_text("train"))}`),
+  random strings, and passkey prompts over that text. The other splits of this Python were never trained on; a file
+  that another Python ships changed may fall into another split there.
 - **Licence** of the weights: Apache-2.0.
 - **Command**: `{command}`, seed {seed}
 - **Cost**: {tokens / 1e6:.1f}M tokens, {seconds / 60:.0f} minutes, torch {torch.__version__.split("+")[0]},
@@ -399,7 +503,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     began = time.time()
-    documents = builtin_text("train").documents
+    documents = cpython_text("train")
     if options.text is not None:
         documents += tuple(numbered(options.text))
     if options.scaled:

@@ -66,15 +66,15 @@ class EvalSpec(OptionSet):
         empty=True,
     )
     text: str | None = word(
-        "The text for perplexity: a file, or a folder of .txt files. By default text that ships with Python; for "
-        "finetune documents of data.source that are kept from training.",
+        "The text for perplexity: a file, or a folder of .txt files. By default text that ships with "
+        "rope_patch, mostly Python source; for finetune documents of data.source that are kept from training.",
         None,
         metavar="PATH",
         kind=PathLike,
     )
     haystack: str | None = word(
-        "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text that "
-        "ships with Python, mostly code), a file or folder of yours, or null for the text of perplexity itself.",
+        "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (Pride "
+        "and Prejudice), a file or folder of yours, or null for the text of perplexity itself.",
         DEFAULT_HAYSTACK,
         metavar="NAME|PATH",
         kind=PathLike,

@@ -1,1 +1,1 @@
-"""Texts to measure on: the user's own, and those that ship with Python and with this package."""
+"""Texts to measure on: the user's own, and those that ship with this package."""

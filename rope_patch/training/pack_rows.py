@@ -160,8 +160,9 @@ def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder:
     if tokens >= longest:
         return texts
     warnings.warn(
-        f"perplexity is measured on text that ships with Python: a tenth of the documents of {options.data.source} is "
-        "too little to be kept from training for it, and evaluation.text=PATH names another text",
+        "perplexity is measured on text that ships with rope_patch: a tenth of the documents of "
+        f"{options.data.source} is too little to be kept from training for it, and evaluation.text=PATH names another "
+        "text",
         stacklevel=2,
     )
     return []

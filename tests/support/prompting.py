@@ -13,7 +13,7 @@ from support.tiny import tiny_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
-HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
+HAY = Haystack(builtin_text("haystack").documents[0])
 
 MAKER = PromptMaker(TOKENIZER, HAY)
 

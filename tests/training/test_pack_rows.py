@@ -344,5 +344,5 @@ def test_documents_that_are_held_out_are_in_no_row(tmp_path):
 
 def test_too_few_documents_to_hold_some_out_are_trained_on_and_it_is_said(tmp_path):
     source = jsonl(tmp_path / "stories.jsonl", [story(i) for i in range(9)])
-    with pytest.warns(UserWarning, match="text that ships with Python"):
+    with pytest.warns(UserWarning, match="text that ships with rope_patch"):
         assert held_out(options(source), TOKENIZER, None) == []

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import re
 import runpy
 import sys
+import sysconfig
 
 import pytest
 import torch
 from support.reference_recipe import SCRIPT, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.texts import builtin_text as corpora
-from rope_patch.texts.builtin_text import builtin_text
 
+@pytest.fixture
+def short_library(tmp_path, monkeypatch):
+    """A standard library of one file, beside the topics of the reference: measuring on all of it takes 15 s."""
+    (tmp_path / "one.py").write_text("x = 1\n" * 50)
+    real = sysconfig.get_path
 
-def short(split, whole=builtin_text):
-    """The first documents of a split: reading and measuring all of it takes 15 s."""
-    corpus = whole(split)
-    size = 60_000 if split == "train" else 15_000
-    count = sum(end < size for end in itertools.accumulate(map(len, corpus.documents)))
-    return dataclasses.replace(corpus, documents=corpus.documents[: max(1, count)])
+    def get_path(name, *scheme):
+        if name == "stdlib":
+            return str(tmp_path)
+        return real(name, *scheme)
+
+    monkeypatch.setattr(sysconfig, "get_path", get_path)
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("arguments", ["llama --patch nope", "gemma3 --scaled linear"])
 def test_smoke_run_writes_a_folder_that_loads(arguments, tmp_path, monkeypatch, capsys):
     shape, option, _ = arguments.split()
     scaled = option == "--scaled"
     folder = tmp_path / shape
-    monkeypatch.setattr(corpora, "builtin_text", short)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments.split(), "-o", str(folder), "--smoke"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     figures = json.loads(capsys.readouterr().out)
