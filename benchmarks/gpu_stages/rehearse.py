@@ -208,8 +208,10 @@ def read_by_hooks(model: Any, tokens: int) -> None:
     sums = []
 
     def see(module: Any, args: Any, states: Tensor) -> None:
-        pairs = states.float().unflatten(-1, (-1, 2, model.config.head_dim // 2)).square().sum(-2)
-        sums.append((states.float().mean((0, 1)), pairs.mean((0, 1)), pairs.amax((0, 1))))
+        states = states.float()
+        pairs = states.unflatten(-1, (-1, 2, model.config.head_dim // 2)).square().sum(-2)
+        features = [x.mean((0, 1)) for x in (states, states.square(), pairs)]
+        sums.append([*features, states.abs().amax((0, 1)), pairs.amax((0, 1))])
 
     attention = [layer.self_attn for layer in model.model.layers]
     hooks = [part.register_forward_hook(see) for each in attention for part in (each.q_proj, each.k_proj)]
@@ -296,7 +298,7 @@ def rows(cells: Sequence[Cell] = CELLS, processes: int = 2) -> list[dict[str, An
     jobs = [(layers, *cell) for layers in LAYERS for cell in cells]
     with multiprocessing.get_context("fork").Pool(processes, begin) as pool:
         costs = pool.starmap(counted, jobs[::-1], chunksize=1)[::-1]  # the longest jobs first
-    slope = (SETTING.config(reading.MODEL).num_hidden_layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+    slope = (SETTING.config(reading.MODEL).num_hidden_layers - LAYERS[0]) // (LAYERS[1] - LAYERS[0])
     found = []
     for (length, what, side), low, high in zip(cells, costs, costs[len(cells) :], strict=False):
         whole = {name: round(low[name] + (high[name] - low[name]) * slope, 3) for name in low}
