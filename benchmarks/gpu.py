@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --tiny                                       # rehearsed on a CPU, in seconds
     python benchmarks/gpu.py --list                                       # the stages, their time, what is missing here
+    python benchmarks/gpu.py --rehearse -o FILE                           # estimated without a GPU, in minutes
     python benchmarks/gpu.py --text novels/*.txt --budget 25m             # on a GPU; the same command goes on
 
 The stages stand in the order of their worth. Each is a list of cells; a finished cell is in the JSON at once and is not
@@ -10,7 +11,7 @@ left of the budget. A cell that lacks something (a package, a text, a GPU) is wr
 what ran out of memory is a result.
 
 Time on one H100 [minutes], measured: a 1.5, most of it compiling, c 2 without its rows of 128k, d 1 at 32k; estimated:
-b 4.5, c 10.5 and d 8.5 in all, e 3. Shorter rows come first in each stage, so that one that is cut off has every length
+b 4.5, c 10.5 and d 17 in all, e 3. Shorter rows come first in each stage, so that one that is cut off has every length
 but the longest.
 
 Random weights take the place of checkpoints wherever only memory, time or equality is measured. Text is always given
@@ -40,6 +41,7 @@ from gpu_stages import correctness, decoding, overhead, reading, training
 from gpu_stages.base import Setting, Stage
 from gpu_stages.manifest import NEEDS, lacking
 from gpu_stages.running import Suite
+from measuring import write
 from rope_patch.runtime.packaged import data_path
 
 STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (correctness, overhead, training, reading, decoding))
@@ -97,8 +99,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="rehearse every stage with tiny models")
     parser.add_argument("--again", action="store_true", help="measure finished cells again")
+    parser.add_argument("--rehearse", action="store_true", help="estimate costs of an 8B model on an H100, without one")
     parser.add_argument("--list", action="store_true", help="list the stages, and measure nothing")
     given = parser.parse_args()
+    if given.rehearse:
+        from gpu_stages import rehearse  # which needs the helpers of the tests
+
+        write(rehearse.rows(), given.output or ROOT / "benchmarks" / "results" / "gpu_rehearsal.json")
+        return
     for path in given.text:
         if not path.is_file():
             parser.error(f"no file {path}")

@@ -232,7 +232,7 @@ def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[s
     }
 
 
-def write(report: Mapping[str, Any], output: Path | None) -> None:
+def write(report: Mapping[str, Any] | list[dict[str, Any]], output: Path | None) -> None:
     """Write a report as JSON to a file, or to standard output if there is none."""
     text = json.dumps(report, indent=1) + "\n"
     if output is None:

@@ -1,5 +1,7 @@
 """A pretended GPU: tensors that say ``cuda:0`` and compute on the CPU, and counts of what would wait for the GPU.
 
+The benchmarks rehearse large models on it: there long tensors hold no numbers, and a meter prices each operation.
+
 To torch's C++ code such a tensor is one without numbers, on the device ``meta``; to Python it is on the GPU. Every
 operation comes to :func:`_run`, which computes it on CPU tensors. As on a GPU, tensors on different devices do not mix,
 but for numbers of no dimension, and indices.
@@ -11,10 +13,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import math
 import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import bias
@@ -36,7 +41,12 @@ waits: collections.Counter[str] = collections.Counter()
 kernels: collections.Counter[str] = collections.Counter()
 """How often each operation ran that is no view."""
 
+LIMIT = 2**18
+"""Elements of the longest tensor that holds numbers, where a meter listens: ids, positions and the mask of a row do."""
+
 _kind = "cuda"
+_meter: Any = None
+"""Hears of each operation, wait and piece of memory; None where all tensors hold numbers."""
 _beside: list[torch.device] = []
 """The devices of the torch functions that are running: what C++ code makes beside a tensor is on the same device."""
 
@@ -63,6 +73,8 @@ class PretendedTensor(torch.Tensor):
         )
         made.numbers = numbers
         made.place = device
+        if _meter is not None:
+            _meter.holds(numbers.untyped_storage())
         return made
 
     device = property(lambda self: self.place)
@@ -92,14 +104,25 @@ def _mapped(change, x):
     return x
 
 
-def _tensors(*x):
-    tensors = []
-    _mapped(tensors.append, x)
-    return tensors
+def tensors_in(x):
+    """Return the tensors among arguments or results, however they are nested."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (tuple, list)):
+        return []
+    return [tensor for value in x for tensor in tensors_in(value)]
 
 
 def _numbers(x):
     return x.numbers if isinstance(x, PretendedTensor) else x
+
+
+def _known(x):
+    """Return the numbers of a tensor, or zeros where it holds none."""
+    x = _numbers(x)
+    return torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x
 
 
 def _device(x):
@@ -118,6 +141,8 @@ def _wait(reason: str) -> None:
     if frame is not None:
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     waits[f"{reason} at {line}"] += 1
+    if _meter is not None:
+        _meter.wait()
 
 
 def _on_gpu(out, device):
@@ -165,7 +190,7 @@ def _causal_lower_right(*size):
 def _run(function, args, kwargs):
     """Run an operation of torch as the GPU would, or on the CPU if none of its tensors is on the GPU."""
     name = function._schema.name.partition("::")[2]
-    tensors = _tensors(args, kwargs)
+    tensors = tensors_in((args, kwargs))
     device = ours = next((x.device for x in tensors if isinstance(x, PretendedTensor)), None)
     if kwargs.get("device") is not None:
         device = _device(kwargs["device"])
@@ -189,7 +214,12 @@ def _run(function, args, kwargs):
         _wait(name)
     if not function.is_view:
         kernels[name] += 1
-    out = function(*_mapped(_numbers, args), **_mapped(_numbers, kwargs))
+    values = _mapped(_numbers, (args, kwargs))
+    if _meter is None:
+        out = function(*values[0], **values[1])
+    else:
+        out = _without_numbers(function, name, *values)
+        _meter.run(function, name, values[0], out)
     if function is torch.ops.aten.pow.Scalar:
         out = out.nextafter(2 * out)  # the last bit of a power may differ on a GPU
     if device.type != _kind:
@@ -207,8 +237,56 @@ def _move(function, source, device, kwargs):
         _wait(f"a copy to {device.type}")
     rest = {name: x for name, x in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     kernels["_to_copy"] += 1
-    copied = function(_numbers(source), **rest)
-    return _on_gpu(copied, device) if device.type == _kind else copied.to(device)
+    there = device.type == _kind
+    copied = function(_numbers(source) if there else _known(source), **rest)
+    if _meter is not None and (there or isinstance(source, PretendedTensor)):
+        _meter.run(function, "_to_copy", (_numbers(source),), copied)
+    if _meter is not None and there and copied.numel() > LIMIT:
+        copied = copied.to("meta")
+    return _on_gpu(copied, device) if there else copied.to(device)
+
+
+def _places(index):
+    """Return an index; for a mask, which says only by its numbers how many places it has, those places."""
+    masks = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+    return _known(index).nonzero().unbind(1) if masks else [index]
+
+
+def _without_numbers(function, name, args, kwargs):
+    """Run an operation; what is longer than the limit, or follows from what has no numbers, gets none.
+
+    A short result of long tensors is 0, and that of ``all`` is True, so that control flow goes on as it usually does.
+    """
+
+    def on_meta(x):
+        return x.to("meta")
+
+    if name in INDEXING:
+        args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
+    tensors = tensors_in((args, kwargs))
+    known = not any(x.is_meta for x in tensors) and "attention" not in name  # a CPU has no such kernels of a GPU
+    changes = function._schema.is_mutable
+    if known and (changes or function.is_view or name in WAITING or (tensors and _broadcast(tensors) <= LIMIT)):
+        return function(*args, **kwargs)
+    if name in WAITING:
+        args = _mapped(_known, args)
+        return function(*args, **kwargs)
+    if changes and not args[0].is_meta:
+        return args[0]  # a short tensor keeps its numbers where those written are unknown
+    there = kwargs | {"device": "meta"} if "device" in kwargs else kwargs
+    out = function(*_mapped(on_meta, args), **_mapped(on_meta, there))
+    if changes or function.is_view or any(x.numel() > LIMIT for x in tensors_in(out)):
+        return out
+    if known:
+        return function(*args, **kwargs)
+    fill = int(name == "all")
+    return _mapped(lambda x: torch.full(x.shape, fill, dtype=x.dtype), out)
+
+
+def _broadcast(tensors):
+    """Return how many elements the tensors have together, where each is expanded to the sizes of the others."""
+    sizes = itertools.zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return math.prod(map(max, sizes))
 
 
 class _Functions(TorchFunctionMode):
@@ -216,7 +294,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        ours = next((x for x in _tensors(args, kwargs) if isinstance(x, PretendedTensor)), None)
+        ours = next((x for x in tensors_in((args, kwargs)) if isinstance(x, PretendedTensor)), None)
         if function is torch.Tensor.to:
             return self._to(*args, **kwargs)
         place = kwargs.get("device")
@@ -267,7 +345,7 @@ def on(kind: str):
 
             def work():
                 try:
-                    _install(kind)
+                    pretend(kind)
                     test(tmp_path, *args, **kwargs)
                 except BaseException:
                     log.write_text(traceback.format_exc())
@@ -294,15 +372,23 @@ def _answer(module, **answers) -> None:
         setattr(module, name, lambda *_, answer=answer, **__: answer)
 
 
-def _install(kind: str) -> None:
-    """Give this process pretended GPUs, for good."""
-    global _kind
+def pretend(kind: str, meter: Any = None) -> None:
+    """Give this process pretended GPUs, for good.
+
+    Args:
+        kind: ``cuda`` or ``mps``.
+        meter: an object whose ``run``, ``wait`` and ``holds`` hear of each operation, wait and storage; long tensors
+            then hold no numbers.
+    """
+    global _kind, _meter
     _kind = kind
+    _meter = meter
     _answer(torch.accelerator, is_available=True, current_accelerator=torch.device(kind), device_count=2)
     _answer(torch.accelerator, empty_cache=None)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers reads weights in threads, and these modes are of one
     if kind == "cuda":
         _answer(torch.cuda, _lazy_init=None, is_available=True, device_count=2, get_device_name="pretended")
+        _answer(torch.cuda, is_bf16_supported=True, current_device=0, set_device=None, synchronize=None)
         _answer(torch.cuda, mem_get_info=(2**37, 2**37), memory_reserved=0, memory_allocated=0)
         # torch then makes the mask that its flash attention does without.
         prefill.can_use_flash_attention = lambda asked: asked.query.dtype == torch.bfloat16
