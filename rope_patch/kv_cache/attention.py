@@ -1,7 +1,9 @@
 """Attention over a quantized cache in one pass, exactly as if the text had been decoded token by token.
 
 Each query reads the keys and values in its residual window, its sinks and its unfinished block in full precision, and
-all others quantized. Queries are processed in blocks, so that no ``(tokens, tokens)`` array exists.
+all others quantized. Queries are processed in blocks. What all queries of a block read alike, which is most of a long
+text, is read by a fused kernel; only the keys near a block, and those at the edge of a window, differ from query to
+query.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.modeling.read_at_once import CACHE_BLOCK_BYTES, GPU_CACHE_BLOCK_BYTES
+from rope_patch.modeling.attention import Part, attend_to_all, joined
+from rope_patch.modeling.prefill import prefill_attention
+from rope_patch.modeling.read_at_once import (
+    CACHE_BLOCK_BYTES,
+    GPU_CACHE_BLOCK_BYTES,
+    MANY_QUERIES_AT_ONCE,
+    QUERIES_AT_ONCE,
+)
 from rope_patch.modeling.temporary_modes import attending_with, attention_state
 
 ATTENTION_NAME = "rope_patch_kv_cache"
@@ -75,9 +84,9 @@ def attend(
     reading: _Reading | None = attention_state(module)
     if reading is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {name}: quantized caches know logits of q·k alone")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} attends with position_bias: quantized caches know none")
+    sinks = kwargs.get("s_aux")  # a logit of each head that has no key, as gpt-oss learns it
     rows, heads, size, width = query.shape
     index = int(module.layer_idx)  # type: ignore[arg-type]
     store = _store(reading.runs, index, size, key, value)
@@ -85,7 +94,6 @@ def attend(
     total = store.raw_keys.shape[-2]
     # All blocks that the last query reads quantized; for earlier queries _frozen tells which of them already are.
     store.freeze(total)
-    groups = store.raw_keys.shape[1]
     scaling = scaling or width**-0.5
     if run.observe is not None:
         run.observe(index, query, key, value, scaling)
@@ -95,47 +103,104 @@ def attend(
         padded = _masked(query.new_zeros(()), attention_mask[..., 0, 0]).any()
         if bool(padded):
             raise ValueError(PADDED)
-    # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
-    raw_keys, keys, query = (at_least_float(states) for states in (store.raw_keys, store.keys, query))
+    alike = attention_mask is None and softcap is None
+    rounded = {name: side.format != "none" for name, side in store.plan.sides.items()}
+    if alike and sinks is None and window >= total and not any(rounded.values()):
+        # In full precision, the model's own attention serves.
+        return prefill_attention(module, query, store.raw_keys, store.raw_values, None, scaling=scaling)
     before = total - size
     places = torch.arange(total, device=query.device)
-    block = CACHE_BLOCK_BYTES if query.device.type == "cpu" else GPU_CACHE_BLOCK_BYTES
-    step = max(1, min(size, block // (4 * rows * heads * total)))
+    if alike:
+        step = QUERIES_AT_ONCE.get(query.device.type, MANY_QUERIES_AT_ONCE)
+    else:
+        block = CACHE_BLOCK_BYTES if query.device.type == "cpu" else GPU_CACHE_BLOCK_BYTES
+        step = max(1, block // (4 * rows * heads * total))
     out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     for low in range(0, size, step):
         high = min(low + step, size)
-        # Keys that a window hides from the whole block, and those after it, are not even multiplied.
-        left = max(0, before + low - window + 1)
+        queries = query[:, :, low:high]
+        first = before + low + 1  # tokens up to the first query
         right = before + high
-        # The queries that share a key head follow each other, so that keys need not be repeated for them.
-        queries = query[:, :, low:high].reshape(rows, groups, -1, width)
-        at = slice(left, right)
-        by_head = (rows, heads, high - low, -1)
-        by_group = (rows, groups, -1, right - left)
-        visible_tokens = places[before + low : before + high, None] + 1
-        # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
-        frozen = _frozen(store, "keys", visible_tokens, places[at])
-        logits = (queries @ raw_keys[:, :, at].mT).view(by_head)
-        if frozen is not None:
-            logits = torch.where(frozen, (queries @ keys[:, :, at].mT).view(by_head), logits)
-        logits = logits * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        distance = visible_tokens - 1 - places[at]
-        hidden = (distance < 0) | (distance >= window)
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if attention_mask is not None:
-            logits = _masked(logits, attention_mask[:, :, low:high, at])
-        # A query of padding may see no key, and its softmax is then NaN.
-        weights = logits.softmax(-1).nan_to_num().to(value.dtype)
-        frozen = _frozen(store, "values", visible_tokens, places[at])
-        if frozen is None:
-            output = weights.view(by_group) @ store.raw_values[:, :, at]
+        # From `begin` to `end` are the keys that all queries of the block see, and read as the cache stores them.
+        left = max(0, first - window)
+        begin = max(0, right - window)
+        end = begin
+        if alike:
+            stored = [store.plan.frozen(name, first) for name in rounded if rounded[name]]
+            end = max(begin, min([first, *stored]))  # the sinks may lie after the first query
+        far = None
+        if end > begin:
+            far = attend_to_all(queries, store.keys[:, :, begin:end], store.values[:, :, begin:end], scaling)
+        if far is None:
+            end = begin
+        at: slice | Tensor
+        if begin in (left, end):
+            at = slice(end if begin == left else left, right)
         else:
-            output = (weights * frozen).view(by_group) @ store.values[:, :, at]
-            output += (weights * ~frozen).view(by_group) @ store.raw_values[:, :, at]
-        out[:, low:high] = output.view(rows, heads, high - low, -1).transpose(1, 2)
+            at = torch.cat((places[left:begin], places[end:right]))
+        mask = None if attention_mask is None else attention_mask[:, :, low:high, at]
+        part = _attend_near(store, queries, at, places[first - 1 : right, None] + 1, scaling, softcap, mask)
+        if far is not None:
+            part = joined(part, far)
+        attended, logsum = part
+        if sinks is not None:
+            attended = attended * torch.sigmoid(logsum - sinks.view(1, -1, 1, 1))
+        out[:, low:high] = attended.transpose(1, 2)
     return out, None
+
+
+def _attend_near(
+    store: QuantizedLayer,
+    query: Tensor,
+    at: slice | Tensor,
+    visible_tokens: Tensor,
+    scaling: float,
+    softcap: float | None,
+    mask: Tensor | None,
+) -> Part:
+    """Attend to keys of which each query may read others rounded, or see others.
+
+    Args:
+        store: the cache layer.
+        query: (rows, heads, queries, width) the queries.
+        at: the places of the keys, one after another or not.
+        visible_tokens: (queries, 1) number of tokens up to each query.
+        scaling: factor on the logits.
+        softcap: bound of the scaled logits.
+        mask: (rows, 1, queries, keys) what is seen or added to the logits, if rows are padded.
+    """
+    rows, heads, size, width = query.shape
+    groups = store.raw_keys.shape[1]
+    window = store.plan.layer.window or store.raw_keys.shape[-2]
+    places = torch.arange(store.raw_keys.shape[-2], device=query.device)[at]
+    # In half precision, logits of long keys (a bias of 239 in Qwen2.5) would be rounded as coarsely as a cache rounds.
+    # The queries that share a key head follow each other, so that keys need not be repeated for them.
+    queries = at_least_float(query).reshape(rows, groups, -1, width)
+    by_head = (rows, heads, size, len(places))
+    by_group = (rows, groups, -1, len(places))
+    # Logits are computed with both, and chosen from: which keys are quantized differs from query to query.
+    frozen = _frozen(store, "keys", visible_tokens, places)
+    logits = (queries @ at_least_float(store.raw_keys[:, :, at]).mT).view(by_head)
+    if frozen is not None:
+        quantized = (queries @ at_least_float(store.keys[:, :, at]).mT).view(by_head)
+        logits = torch.where(frozen, quantized, logits)
+    logits = logits * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    distance = visible_tokens - 1 - places
+    logits = logits.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    if mask is not None:
+        logits = _masked(logits, mask)
+    logsum = logits.logsumexp(-1, keepdim=True)
+    # A query of padding may see no key, nor one whose keys are all read by the kernel: its weights are then NaN.
+    weights = (logits - logsum).exp().nan_to_num().to(store.raw_values.dtype)
+    frozen = _frozen(store, "values", visible_tokens, places)
+    if frozen is None:
+        output = weights.view(by_group) @ store.raw_values[:, :, at]
+    else:
+        output = (weights * frozen).view(by_group) @ store.values[:, :, at]
+        output += (weights * ~frozen).view(by_group) @ store.raw_values[:, :, at]
+    return output.view(rows, heads, size, -1), logsum
 
 
 def _masked(logits: Tensor, mask: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rope_patch.modeling.attention import attend_to_all, joined
+
 ATTENTION_NAME = "rope_patch_prefill"
 
 
@@ -85,8 +87,6 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale:
     """Attend separately to the tokens before a chunk, all of which every query sees, and to the chunk; join the parts.
 
     No mask is needed, and all queries go to the kernel at once; blocks with a mask take 1.5 times as long on a CPU.
-    Each part is weighted by its share of the sum of exponentials, of which the kernel of
-    ``scaled_dot_product_attention`` for CPUs returns the logarithm.
 
     Args:
         query: (batch, heads, chunk, width) queries of the chunk.
@@ -98,18 +98,12 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale:
     Returns:
         Attended values (batch, heads, chunk, width).
     """
-    batch, heads, size, width = query.shape
-    groups = key.shape[1]
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own = [states[:, :, before:].repeat_interleave(heads // groups, 1) for states in (key, value)]
-    near, near_sum = kernel(query, *own, 0.0, True, scale=scale)
-    # The heads that share a key stand one after another, as more queries of it.
-    queries = query.reshape(batch, groups, -1, width)
-    far, far_sum = kernel(queries, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scale)
-    # exp(far) / (exp(far) + exp(near)), which sigmoid computes without overflow.
-    share = torch.sigmoid(far_sum.reshape(batch, heads, size, 1) - near_sum[..., None])
-    both: Tensor = torch.lerp(near.to(share.dtype), far.reshape(near.shape).to(share.dtype), share)
-    return both.to(query.dtype)
+    shared = query.shape[1] // key.shape[1]
+    own = [states[:, :, before:].repeat_interleave(shared, 1) for states in (key, value)]
+    near, near_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *own, 0.0, True, scale=scale)
+    far = attend_to_all(query, key[:, :, :before], value[:, :, :before], scale)
+    assert far is not None  # the kernel for CPUs takes all that the caller lets pass
+    return joined((near, near_sum[..., None]), far)[0].to(query.dtype)
 
 
 def prefill_mask(**kwargs: Any) -> Tensor | None:
