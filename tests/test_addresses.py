@@ -67,6 +67,7 @@ HOLDS = {
     "evaluation/test_finished_work.py": "runtime/result_cache",
     "theory/test_theory.py": "theory",
     "training/test_finetune.py": "training/models training/results training/runs training/trainer",
+    "modeling/test_prefill.py": "modeling/attention",
     "modeling/test_reader.py": "modeling/after_decoder",
     "training/test_training.py": "modeling/training_loss",
 }

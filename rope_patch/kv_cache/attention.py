@@ -127,7 +127,7 @@ def attend(
         end = begin
         if alike:
             stored = [store.plan.frozen(name, first) for name in rounded if rounded[name]]
-            end = max(begin, min([first, *stored]))  # the sinks may lie after the first query
+            end = max(begin, min([first - 1, *stored]))  # so that each query finds its own key near it
         far = None
         if end > begin:
             far = attend_to_all(queries, store.keys[:, :, begin:end], store.values[:, :, begin:end], scaling)
@@ -192,7 +192,7 @@ def _attend_near(
     if mask is not None:
         logits = _masked(logits, mask)
     logsum = logits.logsumexp(-1, keepdim=True)
-    # A query of padding may see no key, nor one whose keys are all read by the kernel: its weights are then NaN.
+    # A query of padding may see no key, and its weights are then NaN.
     weights = (logits - logsum).exp().nan_to_num().to(store.raw_values.dtype)
     frozen = _frozen(store, "values", visible_tokens, places)
     if frozen is None:
