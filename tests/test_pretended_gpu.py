@@ -21,7 +21,6 @@ from rope_patch import EvalSpec
 from rope_patch.analysis import attention_mass
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.cli.loading import load_model
-from rope_patch.kv_cache.attention import CACHE_BLOCK_BYTES
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.options.finetune import ModelOptions
@@ -98,7 +97,7 @@ def test_a_decoded_token_never_waits_for_a_quantized_cache(tmp_path):
 
 
 @gpu.on("cuda")
-def test_perplexity_waits_four_times_a_chunk_and_never_for_a_slice(tmp_path):
+def test_perplexity_waits_three_times_a_chunk_and_never_for_a_slice(tmp_path):
     with torch.no_grad():
         logits = small()(IDS[None, :512]).logits[0, :-1]
     expected = float(torch.nn.functional.cross_entropy(logits, IDS[1:512]))
@@ -111,8 +110,8 @@ def test_perplexity_waits_four_times_a_chunk_and_never_for_a_slice(tmp_path):
 
         assert read(512) == pytest.approx(expected, rel=tolerance)
         assert read(512, 128) == pytest.approx(expected, rel=tolerance)
-        assert counted(lambda: read(1024)) == counted(lambda: read(512)) == 5
-        assert counted(lambda: read(1024, 128)) - counted(lambda: read(512, 128)) == 4 * 4, gpu.waits
+        assert counted(lambda: read(1024)) == counted(lambda: read(512)) == 4
+        assert counted(lambda: read(1024, 128)) - counted(lambda: read(512, 128)) == 3 * 4, gpu.waits
 
 
 @gpu.on("cuda")
@@ -128,12 +127,11 @@ def test_retrieval_and_compare_give_what_a_cpu_gives(tmp_path):
 
 
 @gpu.on("cuda")
-def test_a_layer_attends_over_a_quantized_cache_in_one_block_of_kernels(tmp_path):
+def test_a_layer_attends_over_a_quantized_cache_in_few_blocks_of_kernels(tmp_path):
     model = small().to("cuda")
-    assert 4 * 1024**2 * model.config.num_attention_heads == 4 * CACHE_BLOCK_BYTES  # four blocks on a CPU
     with quantized(model, "int4.token") as cache, torch.no_grad():
         counted(lambda: model(IDS[None].to("cuda"), **{cache_argument(model): cache()}, logits_to_keep=1))
-    assert gpu.kernels["_softmax"] == 2, "one for each layer"
+    assert gpu.kernels["logsumexp"] == 2 * len(IDS) // 512 == 4, "two for each of two layers; 16 on a CPU"
 
 
 @gpu.on("cuda")

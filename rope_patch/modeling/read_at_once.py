@@ -1,7 +1,7 @@
 """How much is read, attended or scored at one time: what the memory of a measurement follows from."""
 
 LOGITS_AT_ONCE = 256
-"""Number of tokens whose logits exist at one time."""
+"""Number of tokens whose logits exist at one time in training, and where a CPU scores tokens."""
 FLOATS_AT_ONCE = 1 << 21
 """Number of float32 logits that a loss is computed of at one time on a CPU: 8 MB, which malloc of glibc takes from its
 heap."""
@@ -22,3 +22,8 @@ SLICE_TOKENS = {"cpu": 512}
 """Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
 On other devices it is ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""
 LARGE_SLICE_TOKENS = 4096
+
+
+def scored_at_once(tokens: int, device: str) -> int:
+    """Return how many of some tokens are scored at one time on a type of device: small kernels cost a GPU as much."""
+    return LOGITS_AT_ONCE if device == "cpu" else max(2 * LOGITS_AT_ONCE, tokens // 16)

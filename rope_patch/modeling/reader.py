@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
-from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, LOGITS_AT_ONCE, SLIDING_CHUNK
+from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, SLIDING_CHUNK, scored_at_once
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import base_of
@@ -224,7 +224,7 @@ class Reader:
         return share if share > (COARSE_TOLERANCE if coarse else PIECES_TOLERANCE) else 0.0
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the token that follows each state, a slice of logits at a time.
+        """Score the token that follows each state, and find the most probable one, a slice of logits at a time.
 
         Args:
             hidden: (states, hidden) last hidden states.
@@ -233,34 +233,39 @@ class Reader:
         Returns:
             The negative log-likelihood (states,) float64 [nats] and the most probable token (states,), on the CPU.
         """
-        # Written in place: small results kept between the large tensors would split the heap, slice by slice. They stay
-        # where the states are until all are there, so that a GPU is waited for once.
-        targets = targets.to(hidden.device)
-        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        best = torch.empty_like(targets)
-        for low in range(0, len(targets), LOGITS_AT_ONCE):
-            at = slice(low, low + LOGITS_AT_ONCE)
-            losses[at], best[at] = self._score_slice(hidden[at], targets[at])
+        losses, best = self._score(hidden, targets, lambda logits: logits.max(-1).indices)
         return losses.cpu().double(), best.cpu()
 
-    def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Score one slice of states; its logits are freed before those of the next slice are made.
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the negative log-likelihood (states,) float64 [nats] alone, as :meth:`score` does."""
+        return self._score(hidden, targets)[0].cpu().double()
 
-        The model is asked once for all states. On a CPU what follows is done for a few states at a time: each larger
-        tensor is new memory there, and to map its pages takes longer than to compute it. On a GPU few states would
-        leave most of it idle.
+    def _score(self, hidden: Tensor, targets: Tensor, *more: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return the losses, and what functions make of the same logits, where the states are.
+
+        The model is asked once for a slice of states, whose logits are freed before the next is made. On a CPU what
+        follows is done for a few states at a time: each larger tensor is new memory there, and to map its pages takes
+        longer than to compute it. On a GPU few states would leave most of it idle.
         """
-        out = self._own_logits(hidden)
-        few = len(out)
-        if out.device.type == "cpu":
-            few = max(1, FLOATS_AT_ONCE // out.shape[-1])
-        parts = []
-        for products, ids in zip(torch.split(out, few), torch.split(targets.to(out.device), few), strict=True):
-            logits = products.float()
-            loss = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
-            parts.append((loss, logits.max(-1).indices))
-        losses, best = map(torch.cat, zip(*parts, strict=True))
-        return losses, best
+        targets = targets.to(hidden.device)
+        # Written in place: small results kept between the large tensors would split the heap, slice by slice. They stay
+        # where the states are until all are there, so that a GPU is waited for once.
+        results = [torch.empty(len(targets), dtype=torch.float32, device=hidden.device)]
+        results += [torch.empty_like(targets) for _ in more]
+        slice_size = scored_at_once(len(targets), hidden.device.type)
+        for low in range(0, len(targets), slice_size):
+            out = self._own_logits(hidden[low : low + slice_size])
+            few = len(out)
+            if out.device.type == "cpu":
+                few = max(1, FLOATS_AT_ONCE // out.shape[-1])
+            for start in range(0, len(out), few):
+                logits = out[start : start + few].float()
+                at = slice(low + start, low + start + len(logits))
+                ids = targets[at].to(logits.device)
+                results[0][at] = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
+                for result, of in zip(results[1:], more, strict=True):
+                    result[at] = of(logits)
+        return results
 
 
 @torch.no_grad()
@@ -304,7 +309,7 @@ def losses(
             if low < high:
                 states = hidden[i, low - start : high - start]
                 at = slice(low + 1, high + 1)
-                nll[i, at], _ = reader.score(states, rows[i, at])
+                nll[i, at] = reader.losses(states, rows[i, at])
     return nll
 
 

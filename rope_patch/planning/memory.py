@@ -8,7 +8,7 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE, SLIDING_CHUNK
+from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE, SLIDING_CHUNK, scored_at_once
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
 
@@ -69,7 +69,8 @@ def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
         chunk = min(length, max(SLIDING_CHUNK, *windows))
     cache = _cached(shape, options, chunk)
     read = _one_pass(shape, options, chunk)
-    scored = max(read, min(LOGITS_AT_ONCE, length) * shape.vocab * (element + 8)) + cache * (chunk < length)
+    scored = min(scored_at_once(chunk, "cuda"), length) * shape.vocab * (element + 8)
+    scored = max(read, scored) + cache * (chunk < length)
     return {
         "weights": weights,
         "KV cache": _cached(shape, options, 0),

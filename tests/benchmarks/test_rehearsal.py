@@ -14,14 +14,14 @@ rehearse = importlib.import_module("gpu_stages.rehearse")
 
 # Ceilings of all 32 layers: times of ours over those of the side that is named, or counts of ours. Each is what was
 # rehearsed when it was written, rounded up; a change that costs less lowers it. What is aimed at, where it is less:
-# perplexity 1.01; kv_pass 2.5 and 2 with 120,000 launches; analyze 4 with 40,000 launches (160,000 of 32k), 200 waits.
+# analyze 4 with 40,000 launches (160,000 of 32k), 200 waits.
 # As it is, analyze takes a quarter of an hour to rehearse at 32k: its bar there comes with the change that mends it.
 BARS = {
-    ("perplexity", 8192): {"lm_eval": 1.015, "waits": 10},
-    ("perplexity", 32768): {"lm_eval": 1.012, "waits": 10},
+    ("perplexity", 8192): {"lm_eval": 1.01, "waits": 10},
+    ("perplexity", 32768): {"lm_eval": 1.01, "waits": 10},
     ("retrieval", 32768): {"generate": 0.8},
-    ("kv_pass", 8192): {"plain": 6.2, "launches": 48_000},
-    ("kv_pass", 32768): {"plain": 15.6, "launches": 694_000},
+    ("kv_pass", 8192): {"plain": 2.3, "launches": 33_000},
+    ("kv_pass", 32768): {"plain": 1.8, "launches": 120_000},
     ("analyze", 8192): {"hooks": 33.2, "launches": 529_000, "waits": 11_200},
 }
 QUICK = [("perplexity", 8192), ("kv_pass", 8192)]

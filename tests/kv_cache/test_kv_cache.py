@@ -9,7 +9,6 @@ import gc
 import threading
 import weakref
 
-import family_models
 import pytest
 import torch
 from support.largest import Largest
@@ -25,6 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+import family_models
 import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.generate_answers import copy_cache

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from rope_patch.evaluation.retrieval import generate_answers
 from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
 from rope_patch.modeling import reader
+from rope_patch.modeling.read_at_once import scored_at_once
 from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.training_loss import fuse
 from rope_patch.planning import plan
@@ -137,8 +138,9 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer}
     ],
 )
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
-    # As on a GPU: all logits of a slice at once.
+    # As on a GPU: more tokens at once, and all logits of a slice.
     monkeypatch.setattr(reader, "FLOATS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(reader, "scored_at_once", lambda tokens, device: scored_at_once(tokens, "cuda"))
     with torch.device("meta"):
         model = shipped(name, num_hidden_layers=layers).eval()
     planned = plan(model, length=length * 1024)

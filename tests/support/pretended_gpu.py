@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 
 import rope_patch
-from rope_patch.modeling import prefill
+from rope_patch.modeling import attention, prefill
 from rope_patch.patching.rotary import PatchedRotary
 from support.forks import forked
 
@@ -215,7 +215,12 @@ def _run(function, args, kwargs):
     if not function.is_view:
         kernels[name] += 1
     values = _mapped(_numbers, (args, kwargs))
-    if _meter is None:
+    if function is torch.ops.aten._scaled_dot_product_flash_attention.default and _meter is None:
+        # A CPU has no such kernel of a GPU, but one of its own.
+        query, key, value, dropout, causal, _ = values[0]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out = kernel(query, key, value, dropout, causal, **values[1])
+    elif _meter is None:
         out = function(*values[0], **values[1])
     else:
         out = _without_numbers(function, name, *values)
@@ -391,7 +396,9 @@ def pretend(kind: str, meter: Any = None) -> None:
         _answer(torch.cuda, is_bf16_supported=True, current_device=0, set_device=None, synchronize=None)
         _answer(torch.cuda, mem_get_info=(2**37, 2**37), memory_reserved=0, memory_allocated=0)
         # torch then makes the mask that its flash attention does without.
-        prefill.can_use_flash_attention = lambda asked: asked.query.dtype == torch.bfloat16
+        for module in (attention, prefill):
+            module.can_use_flash_attention = lambda asked: asked.query.dtype == torch.bfloat16
+        attention.can_use_efficient_attention = lambda asked: False
         prefill.causal_lower_right = _causal_lower_right
     # The package holds tables of plain tensors only.
     PatchedRotary.table = functools.cache(PatchedRotary.table)
