@@ -22,6 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support.fresh import stock_logits
 from support.patches import cos_sin
 from support.round_trip import assert_cached_equals_full
+from support.scored import assert_read_as_it_is
 from support.tiny import logits
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "p_rope": {"p": 0.5},
     "table": {},  # the values of the model's own table, halved
 }
-CHECKS = ("built", "located", "applied", "effect", "verified", "cached", "saved", "cast", "adapter", "restored")
+CHECKS = ("built", "read", "located", "applied", "effect", "verified", "cached", "saved", "cast", "adapter", "restored")
 
 
 @pytest.mark.full
@@ -74,12 +75,17 @@ def examine(row: dict[str, Any], folder: Path) -> None:
         row |= {"result": "not built", "reason": describe(error)}
         checks |= dict.fromkeys(CHECKS, "not reached")
         return
+    try:
+        assert_read_as_it_is(model)
+    except ValueError as error:
+        assert type(model).__name__ in str(error)
+        checks["read"] = "refused"
     model.save_pretrained(folder / "unpatched")  # this writes class and dtype into the config
     try:
         tables = rope_patch.inspect(model).tables
     except ValueError as error:
         row |= refusal(error, model)
-        checks |= dict.fromkeys(CHECKS[1:], "not reached")
+        checks |= dict.fromkeys(CHECKS[2:], "not reached")
         for source in (model, folder / "unpatched"):
             with contextlib.suppress(ValueError):  # AutoModelForCausalLM cannot load what some classes save
                 assert not rope_patch.doctor(source).found("differs")
@@ -97,7 +103,7 @@ def examine(row: dict[str, Any], folder: Path) -> None:
         row["methods"][name] = trial.run(name, adapter="works" not in row["methods"].values())
     if "works" not in row["methods"].values():
         row |= {"result": "refused", "reason": row["methods"]["yarn"]}
-        checks |= dict.fromkeys(CHECKS[2:], "not reached")
+        checks |= dict.fromkeys(CHECKS[3:], "not reached")
 
 
 class Trial:

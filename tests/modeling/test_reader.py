@@ -1,13 +1,14 @@
-"""What a reader computes is what the model computes; all after its decoder is the family's own."""
+"""What a reader computes is what the model computes; tests/families has every type."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, MixtralConfig
+from support.scored import assert_read_as_it_is
+from transformers import MixtralConfig
 
-from family_models import IDS, TYPES, tiny_config, tiny_model
+from family_models import IDS, tiny_config, tiny_model
 from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
 from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.training_loss import fuse
@@ -38,39 +39,9 @@ def model_of(kind, **changes):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@torch.no_grad()
-def assert_read_as_it_is(model):
-    expected = model(ROW, labels=ROW, use_cache=False)
-    reader = Reader(model)
-    states = reader.states(ROW)[0]
-    ours = torch.cat([reader.logits(part) for part in states.split(10)])
-    assert torch.allclose(ours, expected.logits[0].float(), atol=1e-5, rtol=1e-5)
-    loss = losses(reader, ROW, [1])[0, 1:].mean()
-    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-5)
-    # The config of BERT asks for no cache in training; a model may add terms of its own, which the reader does not.
-    assert float(fuse(model)(input_ids=ROW, labels=ROW).loss) == pytest.approx(float(expected.loss), rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", AFTER_THE_DECODER)
 def test_logits_and_losses_are_those_of_the_model(kind):
     assert_read_as_it_is(model_of(kind, **AFTER_THE_DECODER[kind]))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_read_as_it_is_or_refused_by_name(kind):
-    try:
-        model = tiny_model(kind)
-        with torch.no_grad():
-            model(ROW, labels=ROW, use_cache=False)
-    except Exception as error:
-        pytest.skip(f"does not build or read: {type(error).__name__}")
-    try:
-        Reader(model)
-    except ValueError as error:
-        assert type(model).__name__ in str(error)
-    else:
-        assert_read_as_it_is(model)
 
 
 def test_a_model_whose_parts_compute_something_else_is_refused():
@@ -154,16 +125,3 @@ def test_the_loss_of_the_router_is_trained():
 def test_a_loss_that_needs_all_logits_is_refused():
     with pytest.raises(ValueError, match="BambaForCausalLM has a loss of its own"):
         fuse(model_of("bamba", z_loss_coefficient=0.1))
-
-
-def test_a_cache_of_the_callers_own_is_read_without_a_check():
-    model = tiny_model("llama")
-    reader = Reader(model)
-
-    class Own(DynamicCache):
-        pass
-
-    own = Own(config=model.config)
-    first = reader.states(ROW[:, :10], own)
-    rest = reader.states(ROW[:, 10:], own)
-    assert torch.allclose(torch.cat([first, rest], 1), reader.states(ROW), atol=1e-5)
