@@ -158,7 +158,8 @@ def fuse(model: Any) -> Any:
 
     if weights_at_hand(base):
         reader = Reader(base)
-        ids = checked_ids(reader.vocabulary).to(reader.device)
+        # CPM-Ant embeds tokens that it never predicts.
+        ids = checked_ids(min(reader.vocabulary, base.config.get_text_config().vocab_size)).to(reader.device)
         with torch.no_grad(), in_eval_mode(base):
             own = float(original(input_ids=ids, labels=ids, use_cache=False).loss)
             output = reader.decoder(input_ids=ids, use_cache=False)
