@@ -112,8 +112,9 @@ python docs/commands.py
 
 write this page, here with {versions}; without `--write` a changed result
 fails a test. Every type is built as a tiny random model and patched with `yarn`, `abf`, `p_rope` and a halved `table`.
-Eleven checks follow: among them that perplexity and the training loss are the model's own, and, equal to the last bit, that the logits change, generation with a cache, saving and loading
-without `rope_patch`, a cast to bfloat16, a LoRA adapter (under the first method), and restoring
+Eleven checks follow. Perplexity and the training loss must be the model's own. The others hold to the last bit: among
+them that the logits change, generation with a cache, saving and loading without `rope_patch`, a cast to bfloat16, a
+LoRA adapter (under the first method), and restoring
 ([results](../benchmarks/results/families.json)). A check that fails without a patch too does not count. `doctor` must
 say OK before a patch, and under `yarn` and `p_rope`.
 

@@ -21,8 +21,8 @@ MODEL = "Llama-3.2-1B"
 FORMATS = ("int4-token", "kivi-2;flush=0")
 WHOLE, LONG, LAST = 1024, 32768, 256
 """Length of a text that is decoded whole; length of a long text; number of its last tokens that are decoded."""
-BLOCKS = ((24, 8192), (26, 8192), (28, 8192), (26, 32768), (28, 32768), (30, 32768))
-"""Logarithm of the size of a block [bytes], and the number of tokens of the pass."""
+BLOCKS = ((256, 8192), (512, 8192), (1024, 8192), (256, 32768), (512, 32768), (1024, 32768))
+"""Number of queries in a block, and the number of tokens of the pass."""
 
 
 def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -94,25 +94,26 @@ def compare(setting: Setting, scheme: str, tokens: int, last: int, _: Results) -
 
 
 @torch.no_grad()
-def blocks(setting: Setting, bits: int, tokens: int, _: Results) -> dict[str, Any]:
-    """Time one pass in blocks of 2**bits bytes, after a short one that loads kernels and libraries."""
+def blocks(setting: Setting, queries: int, tokens: int, _: Results) -> dict[str, Any]:
+    """Time one pass in blocks of so many queries, after a short one that loads kernels and libraries."""
     model = setting.held("blocks", lambda: setting.random_model(MODEL))
     ids = setting.ids(tokens, model.config.vocab_size)
-    size, attention.GPU_CACHE_BLOCK_BYTES = attention.GPU_CACHE_BLOCK_BYTES, 1 << bits
+    usual = attention.MANY_QUERIES_AT_ONCE
+    attention.MANY_QUERIES_AT_ONCE = queries
     try:
         in_one_pass(model, ids[: tokens // 4], FORMATS[0], 8)
         _losses, usage = peak_of(lambda: in_one_pass(model, ids, FORMATS[0], 8), setting.device)
     finally:
-        attention.GPU_CACHE_BLOCK_BYTES = size
+        attention.MANY_QUERIES_AT_ONCE = usual
     return {"tokens": tokens, "seconds_of_pass": round(usage["seconds"], 4), "peak_bytes": usage["peak_bytes"]}
 
 
 def cells(setting: Setting) -> list[Cell]:
     """Return the cells: blocks of several sizes, a text that is decoded whole, and the end of a long one."""
     listed = []
-    for bits, tokens in BLOCKS:
-        measure = partial(blocks, setting, bits, setting.size(tokens, 96))
-        listed.append(Cell(f"blocks-{tokens}-2**{bits}", setting.seconds(10), measure))
+    for queries, tokens in BLOCKS:
+        measure = partial(blocks, setting, queries, setting.size(tokens, 96))
+        listed.append(Cell(f"blocks-{tokens}-{queries}", setting.seconds(10), measure))
     for scheme in FORMATS:
         whole, long, last = setting.size((WHOLE, LONG, LAST), (48, 96, 16))
         for tokens, count, seconds in ((whole, whole - 1, 40), (long, last, 40)):

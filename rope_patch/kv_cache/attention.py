@@ -24,7 +24,6 @@ from rope_patch.modeling.attention import Part, attend_to_all, joined
 from rope_patch.modeling.prefill import prefill_attention
 from rope_patch.modeling.read_at_once import (
     CACHE_BLOCK_BYTES,
-    GPU_CACHE_BLOCK_BYTES,
     MANY_QUERIES_AT_ONCE,
     QUERIES_AT_ONCE,
 )
@@ -110,11 +109,9 @@ def attend(
         return prefill_attention(module, query, store.raw_keys, store.raw_values, None, scaling=scaling)
     before = total - size
     places = torch.arange(total, device=query.device)
-    if alike:
-        step = QUERIES_AT_ONCE.get(query.device.type, MANY_QUERIES_AT_ONCE)
-    else:
-        block = CACHE_BLOCK_BYTES if query.device.type == "cpu" else GPU_CACHE_BLOCK_BYTES
-        step = max(1, block // (4 * rows * heads * total))
+    step = QUERIES_AT_ONCE.get(query.device.type, MANY_QUERIES_AT_ONCE)
+    if not alike:
+        step = max(1, min(step, CACHE_BLOCK_BYTES // (4 * rows * heads * total)))
     out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     for low in range(0, size, step):
         high = min(low + step, size)
@@ -188,7 +185,8 @@ def _attend_near(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     distance = visible_tokens - 1 - places
-    logits = logits.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    hidden = (distance < 0) | (distance >= window)
+    logits = logits.masked_fill(hidden, -torch.inf)
     if mask is not None:
         logits = _masked(logits, mask)
     logsum = logits.logsumexp(-1, keepdim=True)

@@ -11,11 +11,9 @@ QUERIES_AT_ONCE = {"cpu": 64}
 """Number of queries that read a quantized cache at one time, by type of device: each reads the keys of all of them
 without a fused kernel. On other devices it is ``MANY_QUERIES_AT_ONCE``: a small kernel costs as much as a large one."""
 MANY_QUERIES_AT_ONCE = 512
-CACHE_BLOCK_BYTES = 1 << 22
-"""Size of the logits of one block of queries before a quantized cache on a CPU [bytes], where no fused kernel serves:
-so small that they stay in the processor's cache, and that a block skips most of the keys after its queries."""
-GPU_CACHE_BLOCK_BYTES = 1 << 28
-"""The same on any other device, where every block costs the start of some thirty kernels [bytes]."""
+CACHE_BLOCK_BYTES = 1 << 28
+"""Greatest size of the logits of one block of queries before a quantized cache, where no fused kernel serves
+[bytes]."""
 WEIGHTS_BLOCK_BYTES = 1 << 26
 """Size of the attention weights of one block of queries, where weights are added up [bytes]."""
 SLICE_TOKENS = {"cpu": 512}
