@@ -1,9 +1,9 @@
 """Attention over a quantized cache in one pass, exactly as if the text had been decoded token by token.
 
 Each query reads the keys and values in its residual window, its sinks and its unfinished block in full precision, and
-all others quantized. Queries are processed in blocks. What all queries of a block read alike, which is most of a long
-text, is read by a fused kernel; only the keys near a block, and those at the edge of a window, differ from query to
-query.
+all others quantized. Queries are processed in blocks. The keys that all queries of a block read in the same way, most of
+a long text, are read by a fused kernel; only the keys near a block, and those at the edge of a window, differ from
+query to query.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def attend(
         padded = _masked(query.new_zeros(()), attention_mask[..., 0, 0]).any()
         if bool(padded):
             raise ValueError(PADDED)
-    alike = attention_mask is None and softcap is None
+    fused = attention_mask is None and softcap is None
     rounded = {name: side.format != "none" for name, side in store.plan.sides.items()}
-    if alike and sinks is None and window >= total and not any(rounded.values()):
+    if fused and sinks is None and window >= total and not any(rounded.values()):
         # In full precision, the model's own attention serves.
         return prefill_attention(module, query, store.raw_keys, store.raw_values, None, scaling=scaling)
     before = total - size
     places = torch.arange(total, device=query.device)
     step = QUERIES_AT_ONCE.get(query.device.type, MANY_QUERIES_AT_ONCE)
-    if not alike:
+    if not fused:
         step = max(1, min(step, CACHE_BLOCK_BYTES // (4 * rows * heads * total)))
     out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     for low in range(0, size, step):
@@ -122,7 +122,7 @@ def attend(
         left = max(0, first - window)
         begin = max(0, right - window)
         end = begin
-        if alike:
+        if fused:
             stored = [store.plan.frozen(name, first) for name in rounded if rounded[name]]
             end = max(begin, min([first - 1, *stored]))  # so that each query finds its own key near it
         far = None

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rope_patch.modeling.reader import CacheFactory, Reader
+from rope_patch.modeling.reader import CacheFactory, Reader, fixed_ids
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.runtime import progress
@@ -197,8 +197,7 @@ def fixed_logits(
     tolerance = TOLERANCE_32
     with in_eval_mode(model), progress.work(0):
         for length in lengths:
-            # A prime spreads the ids over the vocabulary.
-            ids = torch.arange(length)[None] * 7919 % reader.vocabulary
+            ids = fixed_ids(length, reader.vocabulary)
             chunk = reader.chunk(length)
             past = None
             if chunk < length:

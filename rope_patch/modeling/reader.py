@@ -61,8 +61,8 @@ class Reader:
     """A causal language model taken apart: its decoder reads chunks, and what follows it scores slices of their states.
 
     What follows is asked of the model's own ``forward`` with given states in the decoder's place, so that heads, scales
-    and soft caps are the family's own. On the first use of a model its parts are held against the whole. The parts of a
-    model sharded by FSDP2 are called through its root, so every process must read the same tokens.
+    and soft caps are the family's own. On the first use of a model its parts are compared with the whole. The parts of
+    a model sharded by FSDP2 are called through its root, so every process must read the same tokens.
 
     Args:
         model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
@@ -207,7 +207,7 @@ class Reader:
 
     @torch.no_grad()
     def _measured_difference(self, way: str) -> float:
-        ids = checked_ids(self.vocabulary)
+        ids = fixed_ids(CHECKED_TOKENS, self.vocabulary)
         cut = CHECKED_TOKENS // 2
         with in_eval_mode(self.model), progress.work(0):
             states = self.states(ids)
@@ -319,9 +319,9 @@ def _share(logits: Tensor, expected: Tensor) -> float:
     return float(error.square().mean().sqrt() / expected.nan_to_num(0.0, 0.0, 0.0).std())
 
 
-def checked_ids(vocabulary: int) -> Tensor:
-    """Return the token ids (1, tokens) on which ways of reading are compared; a prime spreads them."""
-    return torch.arange(CHECKED_TOKENS)[None] * 7919 % vocabulary
+def fixed_ids(tokens: int, vocabulary: int) -> Tensor:
+    """Return token ids (1, tokens) that are the same at every call; a prime spreads them over the vocabulary."""
+    return torch.arange(tokens)[None] * 7919 % vocabulary
 
 
 def weights_at_hand(model: PreTrainedModel) -> bool:

@@ -14,8 +14,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from rope_patch.modeling.after_decoder import DecoderOutput, decoder_returns
 from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
-from rope_patch.modeling.reader import Reader, checked_ids, weights_at_hand
+from rope_patch.modeling.reader import CHECKED_TOKENS, Reader, fixed_ids, weights_at_hand
 from rope_patch.modeling.temporary_modes import in_eval_mode
+from rope_patch.patching.locate import base_of
 
 IGNORED_LABEL = -100
 """Label of a token that is not predicted, as everywhere in transformers."""
@@ -130,7 +131,7 @@ def fuse(model: Any) -> Any:
     Raises:
         ValueError: on a few tokens the loss differs from the model's own.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = base_of(model)
     original = base.forward
     adds_own = False
 
@@ -159,7 +160,8 @@ def fuse(model: Any) -> Any:
     if weights_at_hand(base):
         reader = Reader(base)
         # CPM-Ant embeds tokens that it never predicts.
-        ids = checked_ids(min(reader.vocabulary, base.config.get_text_config().vocab_size)).to(reader.device)
+        predicted = base.config.get_text_config().vocab_size
+        ids = fixed_ids(CHECKED_TOKENS, min(reader.vocabulary, predicted)).to(reader.device)
         with torch.no_grad(), in_eval_mode(base):
             own = float(original(input_ids=ids, labels=ids, use_cache=False).loss)
             output = reader.decoder(input_ids=ids, use_cache=False)
