@@ -1,8 +1,8 @@
 """Attention over a quantized cache in one pass, exactly as if the text had been decoded token by token.
 
 Each query reads the keys and values in its residual window, its sinks and its unfinished block in full precision, and
-all others quantized. Queries are processed in blocks. The keys that all queries of a block read in the same way, most of
-a long text, are read by a fused kernel; only the keys near a block, and those at the edge of a window, differ from
+all others quantized. Queries are processed in blocks. The keys that all queries of a block read in the same way, most
+of a long text, are read by a fused kernel; only the keys near a block, and those at the edge of a window, differ from
 query to query.
 """
 
