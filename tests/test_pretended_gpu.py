@@ -18,8 +18,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import rope_patch
 from rope_patch import EvalSpec
-from rope_patch.analysis import attention_mass
-from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.cli.loading import load_model
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.modeling.training_loss import fuse
@@ -135,16 +133,14 @@ def test_a_layer_attends_over_a_quantized_cache_in_few_blocks_of_kernels(tmp_pat
 
 
 @gpu.on("cuda")
-def test_analyze_waits_twice_for_a_block_of_a_layer(tmp_path):
+def test_analyze_waits_as_often_for_long_rows_and_many(tmp_path):
     model = small().to("cuda")
 
-    def measure(block: int) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_mass, "WEIGHTS_BLOCK_BYTES", 4 * model.config.num_attention_heads * 256 * block)
-            return counted(lambda: measure_heads(model, IDS[None, :256]))
+    def measure(tokens: int, window: int) -> int:
+        return counted(lambda: rope_patch.analyze(model, TOKENIZER, TEXT, window=window, tokens=tokens))
 
-    assert measure(64) - measure(128) == 2 * 2 * 2, gpu.waits  # 2 layers and 2 blocks more
-    rope_patch.analyze(model, TOKENIZER, TEXT, window=128, tokens=256, p_values=[0.5])
+    assert measure(128, 128) == measure(256, 256), gpu.waits
+    assert measure(256, 64) - measure(128, 64) == 2 * 5, "a row waits for its ids and matches alone"
 
 
 @gpu.on("cuda")

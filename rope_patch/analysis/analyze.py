@@ -10,15 +10,17 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from rope_patch.analysis.attention_mass import measure_heads
+from rope_patch.analysis.attention_mass import measuring_heads
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead, read_single_heads
 from rope_patch.methods.already_scaled import context_reached
-from rope_patch.modeling.capture import capture
+from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.capture import capturing
 from rope_patch.modeling.environment import environment
+from rope_patch.modeling.visit_states import run_decoder
 from rope_patch.options.analyze import P_VALUES, TOKENS
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.runtime import progress
@@ -26,8 +28,6 @@ from rope_patch.runtime.packaged import name_of
 from rope_patch.texts.documents import Source
 from rope_patch.texts.domains import TextRows, read_rows
 
-READINGS = 2
-"""How often the rows are read: for the statistics of queries and keys, and for the attention masses."""
 SHOWN_TOKENS = 256
 """Number of tokens that single heads are shown on."""
 
@@ -84,18 +84,19 @@ def analyze(
     rows = text
     if not isinstance(rows, TextRows):
         rows = rows_to_read(model, tokenizer, rows, tokens=tokens, window=window)
-    progress.more(READINGS * rows.ids.numel())
+    progress.more(rows.ids.numel())
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
-    with progress.stage("capture"):
-        statistics = capture(model, rows.ids, texts=texts)
-    with progress.stage("heads"):
-        measured = measure_heads(model, rows.ids)
+    layers = find_attention_layers(model)
+    with measuring_heads(model, rows.ids) as head_sums, capturing(layers, rows.ids, texts) as state_sums:
+        run_decoder(model, rows.ids)
+    statistics = state_sums.result(model)
+    measured = head_sums.result()
     # Few tokens, which were not announced.
     with progress.work(0):
         chosen = list(heads) or _clearest(measured)
         positional = measured.positional()
-        views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional])
+        views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional], layers)
     single_heads = views[: len(chosen)]
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
@@ -111,7 +112,7 @@ def analyze(
             for view, (at, distance) in zip(views[len(chosen) :], positional.items(), strict=True)
         },
         p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
-        biases=key_biases(model),
+        biases=key_biases(model, layers),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
     )
@@ -125,7 +126,7 @@ def rows_to_read(
     tokens: int = TOKENS,
     window: int | None = None,
 ) -> TextRows:
-    """Return the rows of text that :func:`analyze` reads :data:`READINGS` times for the same arguments."""
+    """Return the rows of text that :func:`analyze` reads for the same arguments."""
     if text is not None and not isinstance(text, Mapping):
         text = {"text": text}
     return read_rows(tokenizer, text, window=window, tokens=tokens, context=_context(inspect_model(model)))

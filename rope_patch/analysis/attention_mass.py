@@ -1,8 +1,9 @@
-"""Measure where the heads of a model attend: attention mass by distance, sinks, induction.
+"""Measure where the heads of a model attend while it reads: attention mass by distance, sinks, induction.
 
-This is a forward pass of its own, since no fused kernel returns its weights. The model attends through a function of
-this module, which computes weights a block of queries at a time, reduces them, and goes on with the same weights: the
-pass costs one forward with unfused attention, and memory for one block, never ``(heads, tokens, tokens)``.
+No fused kernel returns its weights, and none of these numbers needs all of them. Attended values, the sums of
+exponentials and what each key draws come from fused kernels; the weights near a query, on the first key and on keys
+that match are computed one by one from the sums. Sliding windows and soft caps, which no kernel here knows, are read a
+block of queries at a time. So memory is for one block, never ``(heads, tokens, tokens)``.
 
 *Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5, for diagonal and previous-token heads; Gu et al.,
 arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (their prefix matching).
@@ -10,22 +11,34 @@ arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.heads import OFFSETS, AttentionSums, Heads
+from rope_patch.analysis.heads import (
+    FIRST_COUNTED_QUERY,
+    OFFSETS,
+    SINK_DISTANCE,
+    SINK_WEIGHT,
+    SINKS_PER_HEAD,
+    Heads,
+    LayerHeads,
+)
 from rope_patch.modeling.after_decoder import decoder_path
+from rope_patch.modeling.attention import attend_fused
 from rope_patch.modeling.attention_probe import window_alone, window_of
-from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
-from rope_patch.modeling.read_at_once import WEIGHTS_BLOCK_BYTES
+from rope_patch.modeling.devices import device_of_sums, on_cpu
+from rope_patch.modeling.inputs import check_ids, refuse_prompts
+from rope_patch.modeling.read_at_once import LARGE_WEIGHTS_BLOCK_BYTES, WEIGHTS_BLOCK_BYTES
 from rope_patch.modeling.temporary_modes import attending_with, attention_state, in_eval_mode
+from rope_patch.modeling.visit_states import run_decoder
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.runtime import progress
-from rope_patch.runtime.captions import ranges_text
 
 ATTENTION_NAME = "rope_patch_attention_mass"
 REPEATED_TOKENS = 64
@@ -35,60 +48,43 @@ REPRODUCED_SHARE = 0.75
 STATE_TOLERANCE = 1e-3
 """How closely the pass must give the states of these tokens, relative to them; 16-bit models are allowed 50 times as
 much."""
+MOST_QUERIES = 512
+"""Greatest number of queries whose weights are computed at one time."""
 
 
-@torch.no_grad()
-def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
-    """Measure where the heads of a model attend on a text.
+@contextlib.contextmanager
+def measuring_heads(model: nn.Module, rows: Tensor) -> Iterator[HeadSums]:
+    """Measure where the heads of a model attend while it reads rows of text in a ``with`` block, in order.
+
+    After the block the model reads a few random tokens, twice in a row.
 
     Args:
-        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter. It is in eval mode
-            meanwhile, and left as it was.
-        token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own, read one by
-            one.
-
-    Returns:
-        Attention masses and sinks, by layer.
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
+        rows: (rows, tokens) the token ids that are read.
 
     Raises:
         TypeError: the model is not one of transformers.
-        ValueError: fewer than 2 tokens, ids the model does not know; a model without rotary table, or whose attention
-            this pass does not reproduce (learned sinks, biases or masks of its own); an adapter that puts tokens of its
-            own before the text; NaN or infinite logits, by layer and head.
+        ValueError: ids the model does not know; a model whose attention this does not reproduce (biases or masks of its
+            own); an adapter that puts tokens of its own before the text.
     """
-    rows = token_rows(token_ids)
     refuse_prompts(model)
     root: Any = locate(model).model
-    check_ids(rows, root.get_input_embeddings().num_embeddings)
-    layers = root.config.get_text_config().num_hidden_layers
-    path = decoder_path(root)
-    device = device_of(root.get_input_embeddings())
-    on_text = _Pass(rows)
-    on_repeated = _Pass(repeated_tokens(rows)[None])
-    reads = rows.numel() + on_repeated.rows.numel()
-    with in_eval_mode(model), progress.work(rows.numel(), reads=reads):
+    embedding = root.get_input_embeddings()
+    check_ids(rows, embedding.num_embeddings)
+    count = root.config.get_text_config().num_hidden_layers
+    sums = HeadSums(rows, count)
+    repeated = repeated_tokens(rows)[None]
+    on_repeated = HeadSums(repeated, count)
+    with in_eval_mode(model), torch.no_grad():
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
-        _check_reproduced(root, path[0], rows[0, :64].to(device))
-        for current in (on_text, on_repeated):
-            with attending_with(root, ATTENTION_NAME, current):
-                for number, ids in enumerate(current.rows):
-                    current.row = number
-                    current.layers_done = set()
-                    with progress.forward_pass(path[-1], len(ids)):
-                        path[0](input_ids=ids[None].to(device), use_cache=False)
-                    missing = sorted(set(range(layers)) - current.layers_done)
-                    if missing:
-                        raise ValueError(
-                            f"layers {ranges_text(missing)} did not attend through transformers' AttentionInterface: "
-                            "where they attend cannot be seen"
-                        )
-    measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
+        _check_reproduced(root, decoder_path(root)[0], rows[0, :64].to(device_of(embedding)))
+    with attending_with(root, ATTENTION_NAME, sums):
+        yield sums
+    with attending_with(root, ATTENTION_NAME, on_repeated), progress.work(0):
+        run_decoder(model, repeated)
     # In a shorter text the token to be found is among the nearest keys, where a head may attend by distance alone.
-    if on_repeated.rows.shape[1] > 2 * OFFSETS:
-        measured = tuple(
-            replace(layer, repeated_mass=on_repeated.sums[layer.index].result().induction_mass) for layer in measured
-        )
-    return Heads(measured)
+    if repeated.shape[1] > 2 * OFFSETS:
+        sums.repeated = on_repeated
 
 
 def repeated_tokens(rows: Tensor) -> Tensor:
@@ -108,32 +104,43 @@ def repeated_tokens(rows: Tensor) -> Tensor:
 # --- the attention ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Pass:
-    """One pass over a text: what is measured, and how far the pass has come.
+@dataclass(frozen=True, eq=False)
+class _Logits:
+    """How a layer makes logits of queries and keys.
 
     Attributes:
-        rows: (rows, tokens) the text that is read.
-        sums: the sums over attention weights, by the index of the layer.
-        row: the index of the row that is being read.
-        layers_done: the indices of the layers that have attended in it.
+        scaling: factor on q·k.
+        softcap: bound of the scaled logits; None if there is none.
+        window: number of tokens that a query sees [tokens].
     """
 
-    rows: Tensor
-    sums: dict[int, AttentionSums] = field(default_factory=dict)
-    row: int = 0
-    layers_done: set[int] = field(default_factory=set)
+    scaling: float
+    softcap: float | None
+    window: int
 
-    def begin_layer(self, module: nn.Module, query: Tensor) -> AttentionSums:
-        """Return the sums that a layer's weights are added to."""
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        if index in self.layers_done:
-            raise ValueError(f"attention layer {index} is called more than once in a pass")
-        self.layers_done.add(index)
-        if index not in self.sums:
-            self.sums[index] = AttentionSums(index, query.shape[1], self.rows, query.device)
-        self.sums[index].begin_row(self.row)
-        return self.sums[index]
+    def of(self, products: Tensor) -> Tensor:
+        """Return the logits of products q·k."""
+        logits = products * self.scaling
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+@dataclass(frozen=True, eq=False)
+class _Attended:
+    """What the queries of a text attend to, without their weights.
+
+    Attributes:
+        values: (heads, tokens, width) the attended values.
+        logsum: (heads, tokens) the logarithm of the sum of exponentials, that of a learned sink included.
+        given: (heads, tokens) the weight that each query gives to keys: 1, or less where a learned sink takes some.
+        logit: (heads, tokens) the sum over keys of weight × logit.
+        drawn: (heads, tokens) the weight that each key draws from all counted queries together.
+    """
+
+    values: Tensor
+    logsum: Tensor
+    given: Tensor
+    logit: Tensor
+    drawn: Tensor
 
 
 def _attend(
@@ -146,45 +153,332 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally, a block of queries at a time, and add up the weights on the way; see AttentionInterface."""
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
-    heads, tokens, head_dim = query.shape[1:]  # without the dimension of rows, which are read one at a time
-    current: _Pass = attention_state(module)
-    sums = current.begin_layer(module, query)
-    key_heads = key.shape[1]
-    scaling = scaling or head_dim**-0.5
-    window = window_of(attention_mask) or tokens
-    # Weights are float32, of 4 bytes each.
-    size = max(1, min(512, WEIGHTS_BLOCK_BYTES // (4 * heads * tokens)))
-    out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
-    queries = query[0].float()
-    keys = key[0].float()
-    values = value[0].float()
+    """Attend causally, and add up on the way where; see AttentionInterface."""
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} attends with position_bias: this pass knows logits of q·k alone")
+    sums: HeadSums = attention_state(module)
+    heads, tokens, width = query.shape[1:]  # without the dimension of rows, which are read one at a time
+    logits = _Logits(scaling or width**-0.5, softcap, min(window_of(attention_mask) or tokens, tokens))
+    sinks = kwargs.get("s_aux")  # a logit of each head that has no key, as gpt-oss learns it
+    if sinks is not None:
+        sinks = sinks.float()[:, None]
+    dtype = value.dtype
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    key, value = (state.repeat_interleave(heads // state.shape[1], 1) for state in (key, value))
+    attended = None
+    if softcap is None and logits.window == tokens:
+        attended = _by_kernels(query, key, value, logits.scaling, sinks, sums.first_query)
+    query, key, value = (state[0].float() for state in (query, key, value))
+    if attended is None:
+        attended = _by_blocks(query, key, value, logits, sinks, sums.first_query)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    sums.layer(index, logits.window).add(query, key, attended, logits)
+    return attended.values.transpose(0, 1)[None].to(dtype), None
+
+
+def _by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None, first: int
+) -> _Attended | None:
+    """Attend to all keys before each query by fused kernels; None if none takes the states.
+
+    What a key draws is the gradient of its value: that of the sum of the first attended feature over all queries.
+
+    Args:
+        query: (1, heads, tokens, width) the queries.
+        key: (1, heads, tokens, width) the keys.
+        value: (1, heads, tokens, head_dim) the values.
+        scaling: factor on q·k.
+        sinks: (heads, 1) a logit of each head that has no key; None if there is none.
+        first: position of the first query that is counted [tokens].
+    """
+    width = value.shape[-1]
+    padded = nn.functional.pad(value, (0, max(0, query.shape[-1] - width)))
+    with torch.inference_mode(False), torch.enable_grad():
+        states = [state.clone() if state.is_inference() else state.detach() for state in (query, key, padded)]
+        part = attend_fused(states[0], states[1], states[2].requires_grad_(), scaling, causal=True)
+        if part is None:
+            return None
+        values = part[0]
+        logsum = part[1].detach()[0, ..., 0]
+        total = logsum if sinks is None else torch.logaddexp(logsum, sinks)
+        given = (logsum - total).exp()
+        counted = torch.zeros_like(values)
+        counted[0, :, first:, 0] = given[:, first:]
+        (drawn,) = torch.autograd.grad(values, states[2], counted)
+    mean_key = attend_fused(query, key, key, scaling, causal=True)
+    assert mean_key is not None
+    return _Attended(
+        values=values.detach()[0, :, :, :width] * given[..., None],
+        logsum=total,
+        given=given,
+        logit=torch.linalg.vecdot(query[0].float(), mean_key[0][0].float()) * scaling * given,
+        drawn=drawn[0, :, :, 0].float(),
+    )
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, logits: _Logits, sinks: Tensor | None, first: int
+) -> _Attended:
+    """Attend a block of queries at a time, by their weights; the arguments are those of :func:`_by_kernels`."""
+    heads, tokens, _ = query.shape
+    size = _queries_at_once(heads, min(tokens, logits.window + MOST_QUERIES), query.device)
     places = torch.arange(tokens, device=query.device)
+    attended = _Attended(
+        values=torch.empty(*query.shape[:2], value.shape[-1], device=query.device),
+        logsum=torch.empty(query.shape[:2], device=query.device),
+        given=torch.empty(query.shape[:2], device=query.device),
+        logit=torch.empty(query.shape[:2], device=query.device),
+        drawn=torch.zeros(query.shape[:2], device=query.device),
+    )
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
         # The first key within the window of the block's first query: keys before it are not even multiplied.
-        low = max(0, start - window + 1)
-        # The queries that share a key head stand one after the other, for one product of matrices.
-        grouped = queries[:, start:stop].reshape(key_heads, -1, head_dim)
-        logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
+        low = max(0, start - logits.window + 1)
         distance = places[start:stop, None] - places[low:stop]
-        hidden = (distance < 0) | (distance >= window)
-        capped = logits
-        if softcap is not None:
-            capped = softcap * torch.tanh(logits / softcap)
-        weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
-        sums.add(start, low, window, logits, weights, distance, hidden)
-        attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
-        out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
-    sums.end_row()
-    return out, None
+        hidden = (distance < 0) | (distance >= logits.window)
+        block = logits.of(query[:, start:stop] @ key[:, low:stop].mT)
+        logsum = block.masked_fill(hidden, -torch.inf).logsumexp(-1)
+        if sinks is not None:
+            logsum = torch.logaddexp(logsum, sinks)
+        weights = (block - logsum[..., None]).exp().masked_fill(hidden, 0.0)
+        attended.values[:, start:stop] = weights @ value[:, low:stop]
+        attended.logsum[:, start:stop] = logsum
+        attended.given[:, start:stop] = weights.sum(-1)
+        attended.logit[:, start:stop] = torch.linalg.vecdot(weights, block)
+        attended.drawn[:, low:stop] += weights[:, max(first - start, 0) :].sum(1)
+    return attended
+
+
+def _queries_at_once(heads: int, keys: int, device: torch.device) -> int:
+    """Return for how many queries weights of a number of keys are computed at one time."""
+    most = WEIGHTS_BLOCK_BYTES.get(device.type, LARGE_WEIGHTS_BLOCK_BYTES)
+    return max(1, min(MOST_QUERIES, most // (4 * heads * keys)))  # float32
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)
 AttentionMaskInterface.register(ATTENTION_NAME, window_alone)
+
+
+# --- the sums --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Matches:
+    """The queries of a row that see keys whose previous token is their own token, and these keys.
+
+    The first key of a text has no token before it, and the key of the query itself does not count.
+
+    Attributes:
+        blocks: the positions of a few queries and of keys, and which queries match which keys: (queries,), (keys,) and
+            (queries, keys) bool.
+        count: the number of queries that see any.
+        even: the sum over them of the weight that even attention would put on these keys.
+    """
+
+    blocks: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    count: int
+    even: float
+
+
+def _matches(ids: Tensor, first: int, window: int, heads: int, device: torch.device) -> _Matches:
+    """Find the matches of a row (tokens,) from a first query on, which are few: both sides are sorted by token."""
+    tokens = len(ids)
+    places = torch.arange(tokens)
+    order = ids.argsort(stable=True)
+    sorted_places = (ids * tokens + places)[order]
+    # The previous token of a key stands at least two places before a query that may match it.
+    begin = torch.searchsorted(sorted_places, ids * tokens + (places - window).clamp_min(0))
+    end = torch.searchsorted(sorted_places, ids * tokens + (places - 1).clamp_min(0))
+    found = (end - begin).clamp_min(0)
+    queries = order[(found[order] > 0) & (order >= first)]
+    keys = order[order < tokens - 1] + 1
+    before = ids[keys - 1].contiguous()
+    there, queries_there, keys_there = (x.to(device) for x in (ids, queries, keys))
+    blocks = []
+    low = 0
+    while low < len(queries):
+        high = min(low + MOST_QUERIES, len(queries))
+        left, right = torch.searchsorted(before, ids[queries[[low, high - 1]]] + torch.tensor([0, 1])).tolist()
+        high = min(high, low + _queries_at_once(heads, right - left, device))
+        at, of = queries_there[low:high], keys_there[left:right]
+        distance = at[:, None] - of
+        blocks.append((at, of, (there[at, None] == there[of - 1]) & (distance > 0) & (distance < window)))
+        low = high
+    even = found[queries] / (queries + 1).clamp_max(window)
+    return _Matches(tuple(blocks), len(queries), float(even.double().sum()))
+
+
+class HeadSums:
+    """Running sums over the attention of all layers, while rows of text are read, see :func:`measuring_heads`.
+
+    Args:
+        rows: (rows, tokens) the token ids of the text.
+        count: the number of layers of the model.
+    """
+
+    def __init__(self, rows: Tensor, count: int) -> None:
+        self.rows = rows
+        self.count = count
+        self.first_query = min(FIRST_COUNTED_QUERY, rows.shape[1] // 2)
+        self.layers: dict[int, _LayerSums] = {}
+        self.repeated: HeadSums | None = None
+        self._matches: dict[Any, _Matches] = {}
+
+    def layer(self, index: int, window: int) -> _LayerSums:
+        """Return the sums of a layer that sees a window of tokens."""
+        return self.layers.setdefault(index, _LayerSums(self, index, window))
+
+    def matches(self, row: int, window: int, heads: int, device: torch.device) -> _Matches:
+        """Return the matches of a row, which layers share."""
+        key = (row, window, heads, device)
+        if key not in self._matches:
+            self._matches[key] = _matches(self.rows[row], self.first_query, window, heads, device)
+        return self._matches[key]
+
+    def result(self) -> Heads:
+        """Return the means over all queries that are counted, for which a GPU is waited for once.
+
+        Raises:
+            ValueError: no layer was seen, or one did not attend once in each row.
+        """
+        if not self.layers:
+            raise ValueError("no layer attends through transformers' AttentionInterface: where it attends is not seen")
+        names = [
+            (index, row, name)
+            for index, sums in self.layers.items()
+            for row, found in enumerate(sums.rows)
+            for name in found
+        ]
+        moved = on_cpu([self.layers[index].rows[row][name] for index, row, name in names])
+        for (index, row, name), value in zip(names, moved, strict=True):
+            self.layers[index].rows[row][name] = value
+        layers = tuple(self.layers[index].means() for index in sorted(self.layers))
+        if self.repeated is not None:
+            again = self.repeated.result().layers
+            layers = tuple(
+                replace(one, repeated_mass=two.induction_mass) for one, two in zip(layers, again, strict=True)
+            )
+        return Heads(layers, tuple(sorted(set(range(self.count)) - set(self.layers))))
+
+
+class _LayerSums:
+    """Sums over the attention of one layer.
+
+    Args:
+        text: the sums of all layers, which know the text.
+        index: the index of the layer.
+        window: the number of tokens that a query sees, at most the length of a row [tokens].
+    """
+
+    def __init__(self, text: HeadSums, index: int, window: int) -> None:
+        self.text = text
+        self.index = index
+        self.window = window
+        self.matches: list[_Matches] = []
+        self.rows: list[dict[str, Tensor]] = []
+        """Sums over the queries of each row (heads, …) by the names of the means, and its sinks."""
+
+    def add(self, query: Tensor, key: Tensor, attended: _Attended, logits: _Logits) -> None:
+        """Add the attention of the next row.
+
+        Args:
+            query: (heads, tokens, width) float32 queries.
+            key: (heads, tokens, width) float32 keys.
+            attended: what the queries attend to.
+            logits: how the layer makes logits.
+        """
+        heads, tokens, _ = query.shape
+        if len(self.rows) == len(self.text.rows):
+            raise ValueError(f"attention layer {self.index} is called more than once in a pass")
+        matches = self.text.matches(len(self.rows), self.window, heads, query.device)
+        self.matches.append(matches)
+        start = self.text.first_query
+
+        def weights(queries: slice, keys: slice) -> Tensor:
+            products = torch.linalg.vecdot(query[:, queries], key[:, keys])
+            return (logits.of(products) - attended.logsum[:, queries]).exp()
+
+        # Each query's weights on the keys near it, which are then taken from what it gives, and from what they draw.
+        offset = query.new_zeros(heads, OFFSETS)
+        given = attended.given.clone()
+        far = attended.drawn.clone()
+        for distance in range(min(OFFSETS, self.window)):
+            low = max(start, distance)
+            keys = slice(low - distance, tokens - distance)
+            near = weights(slice(low, tokens), keys)
+            offset[:, distance] = near.sum(1)
+            given[:, low:] -= near
+            far[:, keys] -= near
+        induction = query.new_zeros(heads)
+        for at, of, match in matches.blocks:
+            block = logits.of(query[:, at] @ key[:, of].mT) - attended.logsum[:, at, None]
+            induction += block.exp().masked_fill(~match, 0.0).sum((1, 2))
+        places = torch.arange(tokens, device=device_of_sums(query.device)).double()
+        given_far, drawn_far = (weight.to(places.device).double() for weight in (given[:, start:], far))
+        weight, place, sinks = self._sinks(far, attended.drawn)
+        self.rows.append(
+            {
+                "offset": offset,
+                "first": weights(slice(start, max(start, self.window)), slice(0, 1)).sum(1),
+                "distance": given_far @ places[start:] - drawn_far @ places,
+                "given": attended.given[:, start:].sum(1),
+                "entropy": (attended.given * attended.logsum - attended.logit)[:, start:].sum(1),
+                "induction": induction,
+                "sinks": sinks,
+                "sink_weight": weight,
+                "sink_position": place,
+            }
+        )
+
+    def _sinks(self, far: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the strongest sinks of a row and their positions, (heads, top) each, and what all draw: (heads,).
+
+        Args:
+            far: (heads, tokens) the weight that each key draws from all queries that are far from it.
+            drawn: (heads, tokens) the weight that it draws from all.
+        """
+        tokens = far.shape[1]
+        places = torch.arange(tokens, device=far.device)
+        begin = (places + SINK_DISTANCE).clamp_min(self.text.first_query)
+        # Of the queries that see a key from afar.
+        count = ((places + self.window).clamp_max(tokens) - begin).clamp_min(0)
+        draws = (far / count.clamp_min(1)).clamp_min(0)  # rounding can take more from it than it drew
+        too_few = count < (count.max() / 4).clamp_min(SINK_DISTANCE)  # for a mean
+        draws = draws.masked_fill(too_few, 0.0)
+        weight, place = draws.topk(min(SINKS_PER_HEAD, tokens))
+        return weight, place, torch.where(draws > SINK_WEIGHT, drawn, 0.0).sum(1)
+
+    def means(self) -> LayerHeads:
+        """Return the means, once the sums are on the CPU."""
+        rows, tokens = self.text.rows.shape
+        if len(self.rows) != rows:
+            raise ValueError(f"attention layer {self.index} was called in {len(self.rows)} of {rows} rows")
+        start = self.text.first_query
+        stacked = {name: torch.stack([row[name] for row in self.rows]) for name in self.rows[0]}
+        sums = {name: of_rows.double().sum(0) for name, of_rows in stacked.items()}
+        offsets = torch.arange(OFFSETS)
+        offset_count = (tokens - offsets.clamp_min(start)).clamp_min(0) * (offsets < self.window)
+        matched = sum(row.count for row in self.matches)
+        # Of the sinks of all rows, the strongest.
+        weight, keep = torch.cat(list(stacked["sink_weight"]), 1).topk(stacked["sink_weight"].shape[2])
+        position = torch.cat(list(stacked["sink_position"]), 1).gather(1, keep)
+        token = self.text.rows[keep // weight.shape[1], position]
+        unknown = torch.full_like(sums["induction"], torch.nan)
+        return LayerHeads(
+            index=self.index,
+            offset_mass=sums["offset"] / (rows * offset_count).clamp_min(1),
+            first_mass=sums["first"] / (rows * max(1, self.window - start)),
+            sink_mass=sums["sinks"] / (rows * (tokens - start)),
+            sink_position=position.masked_fill(weight == 0, -1),
+            sink_token=token.masked_fill(weight == 0, -1),
+            sink_weight=weight.double(),
+            induction_mass=sums["induction"] / matched if matched else unknown,
+            induction_chance=unknown.new_tensor(sum(row.even for row in self.matches) / max(matched, 1)),
+            repeated_mass=unknown,
+            distance=(sums["offset"] @ offsets.double() + sums["distance"]) / sums["given"],
+            entropy=sums["entropy"] / (rows * (tokens - start)),
+        )
 
 
 def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
@@ -199,7 +493,7 @@ def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
         return out.float()
 
     original = read()
-    with attending_with(root, ATTENTION_NAME, _Pass(ids[None])):
+    with attending_with(root, ATTENTION_NAME, HeadSums(ids[None].cpu(), 0)):
         ours = read()
     allowed = STATE_TOLERANCE
     if root.dtype in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Where the heads of a model attend: the running sums and the result of ``attention_mass.measure_heads``.
+"""Where the heads of a model attend: the result of :mod:`rope_patch.analysis.attention_mass`.
 
 A head's attention mass on a key is the mean weight that it puts there. Its types say what it does with most of it: a
 positional head attends to a fixed distance, an induction head to what followed the same token before, and so on.
@@ -12,14 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_patch.modeling.capture import device_of_sums
 from rope_patch.modeling.state_statistics import OfLayers
 
 FIRST_COUNTED_QUERY = 8
 """Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
 OFFSETS = 8
 """Number of distances, from 0 on, whose attention mass is kept one by one."""
-SINK_DISTANCE = 8
+SINK_DISTANCE = OFFSETS
 """A key counts as a sink by the mean weight that it draws from queries this far behind it, or farther [tokens]."""
 TYPE_SHARE = 0.5
 """A head is of a type when this share of its attention goes where the type says."""
@@ -106,10 +105,13 @@ class Heads(OfLayers):
 
     Attributes:
         layers: the layers that were measured, in order.
+        others: the indices of the layers that were not: they have no attention, as some of a hybrid model have none, or
+            do not attend through transformers' ``AttentionInterface``.
     """
 
     layers: tuple[LayerHeads, ...]
-    schema: ClassVar[str] = "heads 4"
+    others: tuple[int, ...] = ()
+    schema: ClassVar[str] = "heads 5"
 
     def positional(self) -> dict[tuple[int, int], int]:
         """Return the distance of each head that puts most of its attention at one, by layer and head [tokens]."""
@@ -121,139 +123,3 @@ class Heads(OfLayers):
 
 
 _OFFSET_NAMES = ("diagonal", "previous token", *(f"{offset} back" for offset in range(2, OFFSETS)))
-
-
-class AttentionSums:
-    """Running sums over the attention weights of one layer.
-
-    Args:
-        index: the index of the layer.
-        heads: the number of query heads.
-        rows: (rows, tokens) the token ids of the text that is read.
-        device: the device of the layer.
-    """
-
-    def __init__(self, index: int, heads: int, rows: Tensor, device: torch.device) -> None:
-        self.index = index
-        self.heads = heads
-        self.rows = rows.to(device)
-        self.device = device_of_sums(device)
-        self.first_query = min(FIRST_COUNTED_QUERY, rows.shape[1] // 2)
-        self.offset = self._zeros(heads, OFFSETS)
-        self.offset_count = self._zeros(OFFSETS)
-        self.first = self._zeros(heads)
-        self.first_count = 0
-        self.distance = self._zeros(heads)
-        self.entropy = self._zeros(heads)
-        self.queries = 0
-        self.induction = self._zeros(heads)
-        self.even = self._zeros()
-        self.matched = 0
-        self.sink_sum = self._zeros(heads)
-        self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, token: (heads, top) of each row
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    def _sum(self, values: Tensor) -> Tensor:
-        """Return the sums over all but the first dimension, in float32."""
-        return values.flatten(1).sum(1, dtype=torch.float32).to(self.device)
-
-    def begin_row(self, row: int) -> None:
-        """Begin a row of the text."""
-        self.row = row
-        tokens = self.rows.shape[1]
-        self.far = self._zeros(self.heads, tokens)
-        self.all = self._zeros(self.heads, tokens)
-        self.far_count = self._zeros(tokens)
-
-    def add(
-        self, start: int, low: int, window: int, logits: Tensor, weights: Tensor, distance: Tensor, hidden: Tensor
-    ) -> None:
-        """Add a block of queries, and their attention to the keys that they may see.
-
-        Args:
-            start: the position of the first query [tokens].
-            low: the position of the first key [tokens].
-            window: the number of tokens that a query sees [tokens].
-            logits: (heads, queries, keys) the scaled logits, before soft-capping.
-            weights: (heads, queries, keys) the attention weights.
-            distance: (queries, keys) the distance from each key to the query behind it; negative for keys that come
-                later [tokens].
-            hidden: (queries, keys) whether a query does not see a key.
-
-        Raises:
-            ValueError: a logit that a query sees is no finite number.
-        """
-        invalid = ~(torch.isfinite(logits) | hidden)
-        if bool(invalid.any()):
-            head, at = invalid.nonzero()[0, :2].tolist()
-            raise ValueError(
-                f"layer {self.index}, query head {head} has logits that are no finite numbers at position "
-                f"{start + at}: statistics need finite states"
-            )
-        ids = self.rows[self.row]
-        skip = max(self.first_query - start, 0)
-        if skip >= len(hidden):
-            return
-        weights = weights[:, skip:]
-        distance = distance[skip:]
-        hidden = hidden[skip:]
-        start += skip
-        stop = start + weights.shape[1]
-        self.queries += weights.shape[1]
-        for offset in range(OFFSETS):
-            # It is empty where no query of the block has a key that far back.
-            self.offset[:, offset] += self._sum(weights.diagonal(start - low - offset, 1, 2))
-            self.offset_count[offset] += (~hidden).diagonal(start - low - offset).sum().to(self.device)
-        if low == 0:
-            seeing_first = max(0, min(stop, window) - start)
-            self.first += self._sum(weights[:, :seeing_first, 0].contiguous())
-            self.first_count += seeing_first
-        self.distance += self._sum(torch.einsum("hqk,qk->hq", weights, distance.to(weights.dtype)))
-        # entr(0) is 0, where the weight of a hidden key times its logarithm would be NaN.
-        self.entropy += self._sum(torch.special.entr(weights).sum(-1))
-        # Keys whose previous token is the query's own token. The first key of a text has none before it, and the key
-        # of the query itself does not count.
-        match = torch.zeros_like(hidden)
-        match[:, max(0, 1 - low) :] = ids[start:stop, None] == ids[max(low, 1) - 1 : stop - 1]
-        match &= ~hidden & (distance > 0)
-        matched = match.any(-1).nonzero()[:, 0]  # a GPU is waited for here and where logits are checked
-        self.induction += self._sum(torch.einsum("hqk,qk->hq", weights, match.to(weights.dtype))[:, matched])
-        visible = (~hidden).sum(-1)
-        self.even += (match.sum(-1) / visible)[matched].sum().to(self.device)
-        self.matched += len(matched)
-        far = (distance >= SINK_DISTANCE) & ~hidden
-        self.far[:, low:stop] += torch.einsum("hqk,qk->hk", weights, far.to(weights.dtype)).to(self.device)
-        self.far_count[low:stop] += far.sum(0).to(self.device)
-        self.all[:, low:stop] += weights.sum(1).to(self.device)
-
-    def end_row(self) -> None:
-        """End the row: keep its sinks."""
-        draws = self.far / self.far_count.clamp_min(1)
-        too_few = self.far_count < (self.far_count.max() / 4).clamp_min(SINK_DISTANCE)  # queries for a mean
-        draws = draws.masked_fill(too_few, 0.0)
-        self.sink_sum += torch.where(draws > SINK_WEIGHT, self.all, 0.0).sum(1)
-        weight, position = draws.topk(min(SINKS_PER_HEAD, draws.shape[1]))
-        self.sinks.append((weight, position, self.rows[self.row].to(self.device)[position]))
-
-    def result(self) -> LayerHeads:
-        """Return the means."""
-        weight, position, token = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
-        weight, keep = weight.topk(min(SINKS_PER_HEAD, weight.shape[1]))
-        drawn = weight > 0
-        unknown = torch.full_like(self.induction, torch.nan)
-        means = dict(
-            offset_mass=self.offset / self.offset_count.clamp_min(1),
-            first_mass=self.first / max(self.first_count, 1),
-            sink_mass=self.sink_sum / self.queries,
-            sink_position=position.gather(1, keep).masked_fill(~drawn, -1),
-            sink_token=token.gather(1, keep).masked_fill(~drawn, -1),
-            sink_weight=weight,
-            induction_mass=self.induction / self.matched if self.matched else unknown,
-            induction_chance=self.even / max(self.matched, 1),
-            repeated_mass=unknown,
-            distance=self.distance / self.queries,
-            entropy=self.entropy / self.queries,
-        )
-        return LayerHeads(index=self.index, **{name: mean.cpu() for name, mean in means.items()})

@@ -25,7 +25,7 @@ from rope_patch.analysis.outliers import (
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.modeling.state_statistics import Capture
-from rope_patch.runtime.captions import names_text
+from rope_patch.runtime.captions import names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
@@ -132,6 +132,8 @@ def _positional(analysis: Analysis) -> str:
     sentence = f"{len(positional)} of {total} heads are positional, with most of their attention at one distance."
     if parts:
         sentence += f" Heads by what they attend to, named by layer.head: {'; '.join(parts)}."
+    if analysis.heads.others:
+        sentence += f" Layers {ranges_text(analysis.heads.others)} have no attention that is seen, and are left out."
     return sentence
 
 

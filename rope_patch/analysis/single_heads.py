@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY
 from rope_patch.modeling.attention_layers import AttentionLayer, rotate
+from rope_patch.modeling.devices import on_cpu
 from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.state_statistics import pairs_of
-from rope_patch.modeling.visit_states import visit_states
+from rope_patch.modeling.visit_states import run_decoder, visiting_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,49 +114,49 @@ class SingleHead:
         return rotate(self.query, cos, sin, self.interleaved), rotate(self.key, cos, sin, self.interleaved)
 
 
-def read_single_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[SingleHead, ...]:
+def read_single_heads(
+    model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]], layers: Sequence[AttentionLayer]
+) -> tuple[SingleHead, ...]:
     """Take single heads out of one forward pass over a short text.
 
     Args:
         model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
         token_ids: (tokens,) the token ids of the text, 2 or more; memory grows with their square.
         heads: the layer and query head of each head, which the model has.
+        layers: the attention layers of the model.
 
     Returns:
         A view of each, in the order asked for.
-
-    Raises:
-        TypeError: the model is refused by ``capture``.
-        ValueError: the model is refused by ``capture``.
     """
     rows = token_rows(token_ids)
+    wanted = {layer.index: layer for layer in layers if layer.index in {index for index, _ in heads}}
     captured: dict[tuple[int, str], list[Tensor]] = {}
 
-    def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
-        if role != "value":
-            captured.setdefault((layer.index, role), []).append(states.cpu().double())
+    def visit(layer: AttentionLayer, role: str, states: Tensor, before: int) -> None:
+        captured.setdefault((layer.index, role), []).append(states)
 
-    read = visit_states(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
-    layers = {layer.index: layer for layer in read}
+    with visiting_states(list(wanted.values()), visit, rows.numel()):
+        run_decoder(model, rows)
+    parts = iter(on_cpu([part for states in captured.values() for part in states]))
+    whole = {at: torch.cat([next(parts) for _ in states]).double() for at, states in captured.items()}
     single_heads = []
     for index, head in heads:
-        query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
-        # Under grouped-query attention, neighbouring query heads share a key head.
-        query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
-        source = layers[index]
+        query, key = whole[index, "query"], whole[index, "key"]
+        layer = wanted[index]
         single_heads.append(
             SingleHead(
                 layer=index,
                 head=head,
                 token_ids=rows[0],
-                query=query,
-                key=key,
-                inv_freq=source.table.inv_freq,
-                attention_scaling=source.table.attention_scaling,
-                scaling=source.scaling,
-                softcap=source.softcap,
-                window=source.window,
-                interleaved=source.interleaved,
+                query=query[:, head],
+                # Under grouped-query attention, neighbouring query heads share a key head.
+                key=key[:, head * key.shape[1] // query.shape[1]],
+                inv_freq=layer.table.inv_freq,
+                attention_scaling=layer.table.attention_scaling,
+                scaling=layer.scaling,
+                softcap=layer.softcap,
+                window=layer.window,
+                interleaved=layer.interleaved,
             )
         )
     return tuple(single_heads)

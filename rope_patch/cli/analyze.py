@@ -32,7 +32,7 @@ def analyze(words: Sequence[str]) -> None:
     with folder_to_write(options.output, names):
         loaded = load_model(options.model, machine, options.method, **options.patching.arguments())
         rows = engine.rows_to_read(loaded, tokenizer, texts, tokens=options.tokens_read, window=options.window)
-        say_tokens(loaded, engine.READINGS * rows.ids.numel(), rows.ids.shape[1])
+        say_tokens(loaded, rows.ids.numel(), rows.ids.shape[1])
         with progress.bar(None, name_of(options.model), hidden=options.as_json):
             analysis = engine.analyze(
                 loaded,

@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rope_patch.kv_cache.block_rounding import at_least_float
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.modeling.attention import Part, attend_to_all, joined
+from rope_patch.modeling.attention import Part, attend_fused, joined
 from rope_patch.modeling.prefill import prefill_attention
 from rope_patch.modeling.read_at_once import (
     CACHE_BLOCK_BYTES,
@@ -127,7 +127,7 @@ def attend(
             end = max(begin, min([first - 1, *stored]))  # so that each query finds its own key near it
         far = None
         if end > begin:
-            far = attend_to_all(queries, store.keys[:, :, begin:end], store.values[:, :, begin:end], scaling)
+            far = attend_fused(queries, store.keys[:, :, begin:end], store.values[:, :, begin:end], scaling)
         if far is None:
             end = begin
         at: slice | Tensor

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from rope_patch.modeling.devices import on_cpu
 from rope_patch.modeling.temporary_modes import attending_with, attention_state
 from rope_patch.patching.locate import device_of
 
@@ -61,7 +62,7 @@ def _record(
 ) -> tuple[Tensor, None]:
     """Attend causally, and record the states: (rows, heads, tokens, head_dim) each."""
     recording: _Recording = attention_state(module)
-    states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
+    states = {role: state.clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
     names = {child: name for name, child in module.named_children()}
     outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
     index = int(getattr(module, "layer_idx", len(recording.calls)))
@@ -113,7 +114,7 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             recording.outputs.pop(module, None)  # so that the order of a dict is that of the last calls
-            recording.outputs[module] = output.cpu().clone()
+            recording.outputs[module] = output.clone()
 
     device = device_of(model.get_input_embeddings())
     with contextlib.ExitStack() as stack:
@@ -121,4 +122,11 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
             stack.callback(module.register_forward_hook(note).remove)
         stack.enter_context(attending_with(model, ATTENTION_NAME, recording))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+    states = [state for call in recording.calls for state in call.states.values()]
+    outputs = [output for call in recording.calls for _, _, output in call.outputs]
+    moved = iter(on_cpu([*states, *outputs]))
+    for call in recording.calls:
+        call.states = {role: next(moved) for role in call.states}
+    for call in recording.calls:
+        call.outputs = [(name, module, next(moved)) for name, module, _ in call.outputs]
     return recording.calls

@@ -10,17 +10,19 @@ vector, mean norm and circular deviation of each rotary pair.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rope_patch.methods.already_scaled import context_reached
-from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
+from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers, split_pairs
 from rope_patch.modeling.attention_probe import ROLES
+from rope_patch.modeling.devices import device_of_sums, on_cpu
 from rope_patch.modeling.inputs import tensor_hash, token_rows
 from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics
-from rope_patch.modeling.visit_states import visit_states
+from rope_patch.modeling.visit_states import run_decoder, visiting_states
 from rope_patch.patching.locate import locate
 
 LARGEST_STATE = 1e18
@@ -54,26 +56,82 @@ def capture(
             names with their positions.
     """
     rows = token_rows(token_ids)
-    if texts is None:
-        texts = [0] * len(rows)
-    tokens = torch.bincount(torch.tensor(texts)) * rows.shape[1]
-    sums: dict[tuple[int, str], _StateSums] = {}
+    with capturing(find_attention_layers(model), rows, texts) as sums:
+        run_decoder(model, rows)
+    return sums.result(model)
 
-    def visit(layer: AttentionLayer, role: str, states: Tensor, row: int, start: int) -> None:
-        state_sums = sums.get((layer.index, role))
+
+class CaptureSums:
+    """The sums of a capture, see :func:`capturing`.
+
+    Args:
+        layers: the attention layers.
+        rows: (rows, tokens) the texts that are read.
+        texts: number of the text of each row.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], rows: Tensor, texts: Sequence[int]) -> None:
+        self.layers = layers
+        self.rows = rows
+        self.texts = texts
+        self.tokens = torch.bincount(torch.tensor(texts)) * rows.shape[1]
+        self.sums: dict[tuple[int, str], _StateSums] = {}
+
+    def visit(self, layer: AttentionLayer, role: str, states: Tensor, before: int) -> None:
+        """Add states, see :data:`~rope_patch.modeling.visit_states.Visit`."""
+        state_sums = self.sums.get((layer.index, role))
         if state_sums is None:
-            state_sums = sums[layer.index, role] = _StateSums(layer, role, states, tokens)
-        state_sums.add(states, row, start, texts[row])
+            state_sums = self.sums[layer.index, role] = _StateSums(layer, states, len(self.tokens))
+        state_sums.add(states, before, self.texts[before // self.rows.shape[1]])
 
-    read = visit_states(model, rows, visit)
-    captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
-    name = type(locate(model).model).__name__
-    return Capture(name, rows.numel(), len(rows), tensor_hash(rows)[:16], tuple(captured))
+    def result(self, model: nn.Module) -> Capture:
+        """Return the statistics, for which a GPU is waited for once.
+
+        Raises:
+            ValueError: states are NaN or infinite.
+        """
+        found = [sums.tensors() for sums in self.sums.values()]
+        parts = iter(on_cpu([tensor for tensors in found for tensor in tensors]))
+        statistics: dict[tuple[int, str], Statistics] = {}
+        for (index, role), sums in self.sums.items():
+            tensors = [next(parts) for _ in found[0]]
+            self._check(index, role, tensors[0], tensors[1])
+            statistics[index, role] = sums.result(tensors, self.tokens)
+        layers = tuple(
+            _layer_capture(layer, {role: statistics[layer.index, role] for role in ROLES}) for layer in self.layers
+        )
+        name = type(locate(model).model).__name__
+        return Capture(name, self.rows.numel(), len(self.rows), tensor_hash(self.rows)[:16], layers)
+
+    def _check(self, index: int, role: str, largest: Tensor, place: Tensor) -> None:
+        bad = ~(largest < LARGEST_STATE)  # also true for NaN
+        if not bool(bad.any()):
+            return
+        head, feature = bad.nonzero()[0].tolist()
+        row, position = divmod(int(place[head, feature]), self.rows.shape[1])
+        at = f"position {position}"
+        if row:
+            at += f" of row {row}"
+        raise ValueError(
+            f"layer {index}, {role} head {head}, feature {feature} has the size {float(largest[head, feature])} at "
+            f"{at}: statistics need finite states below {LARGEST_STATE:g}"
+        )
 
 
-def device_of_sums(device: torch.device) -> torch.device:
-    """Return the device of sums in float64: that of what is added up, where nobody waits, if it has float64."""
-    return device if device.type in ("cpu", "cuda") else torch.device("cpu")
+@contextlib.contextmanager
+def capturing(
+    layers: Sequence[AttentionLayer], rows: Tensor, texts: Sequence[int] | None = None
+) -> Iterator[CaptureSums]:
+    """Take the statistics of queries, keys and values while a model reads rows of text in a ``with`` block, in order.
+
+    Args:
+        layers: attention layers of the model, as ``find_attention_layers`` returns them.
+        rows: (rows, tokens) the token ids that are read.
+        texts: number of the text of each row, as for :func:`capture`.
+    """
+    sums = CaptureSums(layers, rows, [0] * len(rows) if texts is None else texts)
+    with visiting_states(layers, sums.visit, rows.numel()):
+        yield sums
 
 
 class _StateSums:
@@ -81,21 +139,19 @@ class _StateSums:
 
     Args:
         layer: the attention layer.
-        role: ``"query"``, ``"key"`` or ``"value"``.
         states: (tokens, heads, head_dim) first states, from which shapes and device are taken.
-        tokens: (texts,) number of tokens that will be read of each text.
+        texts: number of texts.
     """
 
-    def __init__(self, layer: AttentionLayer, role: str, states: Tensor, tokens: Tensor) -> None:
+    def __init__(self, layer: AttentionLayer, states: Tensor, texts: int) -> None:
         self.layer = layer
-        self.role = role
         self.pairs = layer.table.pairs
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
-        self.tokens = tokens
         self.largest = torch.zeros_like(states[0])
+        self.place = torch.zeros_like(states[0], dtype=torch.long)
         self.sum = self._zeros(heads, head_dim)
-        self.norm_sum = self._zeros(len(tokens), heads, self.pairs)
+        self.norm_sum = self._zeros(texts, heads, self.pairs)
         self.unit_sum = self._zeros(2, heads, self.pairs)
         self.directed = self._zeros(heads, self.pairs)
 
@@ -106,19 +162,19 @@ class _StateSums:
         """Return the sum over tokens."""
         return values.sum(0).to(self.device).double()
 
-    def add(self, states: Tensor, row: int, start: int, text: int) -> None:
+    def add(self, states: Tensor, before: int, text: int) -> None:
         """Add the states of a slice of tokens.
 
         Args:
             states: (tokens, heads, head_dim) float32 states.
-            row: index of the text, for errors.
-            start: position of the first token [tokens].
-            text: number of the text of the row.
+            before: number of tokens that were read before.
+            text: number of the text.
         """
-        largest = states.abs().amax(0)
-        if not float(largest.max()) < LARGEST_STATE:  # also true for NaN
-            self._refuse(states, row, start)
-        self.largest = torch.maximum(self.largest, largest)
+        largest, place = states.abs().max(0)
+        # NaN stays, and its place with it.
+        larger = ~(largest <= self.largest) & (self.largest < LARGEST_STATE)
+        self.largest = torch.where(larger, largest, self.largest)
+        self.place = torch.where(larger, place + before, self.place)
         self.sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
@@ -130,34 +186,27 @@ class _StateSums:
         self.unit_sum[0] += self._sum(first / norms)
         self.unit_sum[1] += self._sum(second / norms)
 
-    def _refuse(self, states: Tensor, row: int, start: int) -> None:
-        token, head, feature = (~(states.abs() < LARGEST_STATE)).nonzero()[0].tolist()
-        at = f"position {start + token}"
-        if row:
-            at += f" of row {row}"
-        value = float(states[token, head, feature])
-        raise ValueError(
-            f"layer {self.layer.index}, {self.role} head {head}, feature {feature} is {value} at {at}: "
-            f"statistics need finite states below {LARGEST_STATE:g}"
-        )
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the sums, where they are, as :meth:`result` takes them."""
+        return self.largest, self.place, self.sum, self.norm_sum, self.unit_sum, self.directed
 
-    def result(self) -> Statistics:
-        """Return the statistics."""
+    def result(self, sums: Sequence[Tensor], tokens: Tensor) -> Statistics:
+        """Return the statistics of sums on the CPU, over so many tokens of each text (texts,)."""
+        largest, _, total, norms, units, directed = sums
         # Rounding can make a mean of unit vectors longer than 1.
-        length = torch.hypot(*(self.unit_sum / self.directed.clamp_min(1))).clamp(0, 1)
-        count = int(self.tokens.sum())
-        norms = self.norm_sum.cpu()
+        length = torch.hypot(*(units / directed.clamp_min(1))).clamp(0, 1)
+        count = int(tokens.sum())
         return Statistics(
-            mean=(self.sum / count).cpu(),
+            mean=total / count,
             mean_norm=norms.sum(0) / count,
-            largest=self.largest.cpu().double(),
-            text_norm=(norms / self.tokens[:, None, None]).transpose(0, 1),
-            circular_deviation=(-2 * length.log()).clamp_min(0).sqrt().cpu(),
+            largest=largest.double(),
+            text_norm=(norms / tokens[:, None, None]).transpose(0, 1),
+            circular_deviation=(-2 * length.log()).clamp_min(0).sqrt(),
             interleaved=self.layer.interleaved,
         )
 
 
-def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> LayerCapture:
+def _layer_capture(layer: AttentionLayer, statistics: Mapping[str, Statistics]) -> LayerCapture:
     table = layer.table
     context = context_reached(table)
     if layer.window is not None:
@@ -171,7 +220,7 @@ def _layer_capture(layer: AttentionLayer, sums: Mapping[str, _StateSums]) -> Lay
         scaling=layer.scaling,
         softcap=layer.softcap,
         keys_of=layer.keys_of,
-        query=sums["query"].result(),
-        key=sums["key"].result(),
-        value=sums["value"].result(),
+        query=statistics["query"],
+        key=statistics["key"],
+        value=statistics["value"],
     )

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.modeling.attention import attend_to_all, joined
+from rope_patch.modeling.attention import attend_fused, joined
 
 ATTENTION_NAME = "rope_patch_prefill"
 
@@ -99,11 +99,11 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale:
         Attended values (batch, heads, chunk, width).
     """
     shared = query.shape[1] // key.shape[1]
-    own = [states[:, :, before:].repeat_interleave(shared, 1) for states in (key, value)]
-    near, near_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *own, 0.0, True, scale=scale)
-    far = attend_to_all(query, key[:, :, :before], value[:, :, :before], scale)
-    assert far is not None  # the kernel for CPUs takes all that the caller lets pass
-    return joined((near, near_sum[..., None]), far)[0].to(query.dtype)
+    own_key, own_value = (states[:, :, before:].repeat_interleave(shared, 1) for states in (key, value))
+    near = attend_fused(query, own_key, own_value, scale, causal=True)
+    far = attend_fused(query, key[:, :, :before], value[:, :, :before], scale)
+    assert near is not None and far is not None  # the kernel for CPUs takes all that the caller lets pass
+    return joined(near, far)[0].to(query.dtype)
 
 
 def prefill_mask(**kwargs: Any) -> Tensor | None:

@@ -14,8 +14,10 @@ MANY_QUERIES_AT_ONCE = 512
 CACHE_BLOCK_BYTES = 1 << 28
 """Greatest size of the logits of one block of queries before a quantized cache, where no fused kernel serves
 [bytes]."""
-WEIGHTS_BLOCK_BYTES = 1 << 26
-"""Size of the attention weights of one block of queries, where weights are added up [bytes]."""
+WEIGHTS_BLOCK_BYTES = {"cpu": 1 << 26}
+"""Size of the attention weights of one block of queries, where weights are added up, by type of device [bytes]. On
+other devices it is ``LARGE_WEIGHTS_BLOCK_BYTES``."""
+LARGE_WEIGHTS_BLOCK_BYTES = 1 << 30
 SLICE_TOKENS = {"cpu": 512}
 """Number of tokens whose states are passed on at one time, by type of device: on a CPU small slices stay in its cache.
 On other devices it is ``LARGE_SLICE_TOKENS``, since a small kernel costs as much as a large one there."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.largest import Largest
 from support.scored import bold_model
-from support.states import INTERLEAVED, attended, model_of, stored, text
+from support.states import INTERLEAVED, attended, measure_heads, model_of, stored, text
 from support.tiny import ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -26,12 +26,12 @@ from transformers import (
 
 import rope_patch
 from rope_patch.analysis import attention_mass
-from rope_patch.analysis import heads as head_module
 from rope_patch.analysis.analyze import _clearest
-from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
+from rope_patch.analysis.attention_mass import _check_reproduced, repeated_tokens
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
+from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.temporary_modes import attention_state
 from rope_patch.runtime.progress import listen
 
@@ -46,9 +46,9 @@ MORE = {
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v3": {"first_k_dense_replace": 3},
 }
-MEASURED = ["llama", "llama-yarn", "mistral", "gemma2", "gemma4", "gemma4-shared", "phi", "gpt_neox", *MORE]
-"""A rotary module of each kind, sliding layers of each kind, softcaps, shared keys, and MLA."""
-SLIDING = {"mistral": [32, 32], "phimoe": [16, 16], "qwen2_moe": [16, None]} | {
+MEASURED = ["gpt_oss", "llama", "llama-yarn", "mistral", "gemma2", "gemma4", "gemma4-shared", "phi", "gpt_neox", *MORE]
+"""A rotary module of each kind, sliding layers of each kind, learned sinks, softcaps, shared keys, and MLA."""
+SLIDING = {"gpt_oss": [16, None], "mistral": [32, 32], "phimoe": [16, 16], "qwen2_moe": [16, None]} | {
     name: [16, None] for name in ("gemma2", "gemma3", "gemma4", "gemma4-keys-are-values")
 }
 SLIDING["gemma4-shared"] = [16, None] * 2
@@ -84,6 +84,7 @@ def loops(rows, layers, window):
             if 0 in sees:
                 collected["first"].append(w[:, 0])
             collected["distance"].append(sum(w[:, j] * (i - j) for j in sees))
+            collected["given"].append(w.sum(1))
             collected["entropy"].append(-sum(w[:, j] * numpy.log(w[:, j].clip(1e-300)) for j in sees))
             same = [j for j in sees if 0 < j < i and row[j - 1] == row[i]]
             if same:
@@ -103,7 +104,7 @@ def loops(rows, layers, window):
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(OFFSETS)], 1),
         "first_mass": mean["first"],
         "sink_mass": [
-            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > head_module.SINK_WEIGHT) / queries
+            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_mass.SINK_WEIGHT) / queries
             for h in range(heads)
         ],
         "sink_position": [[at[1] for at in row] for row in places],
@@ -111,7 +112,7 @@ def loops(rows, layers, window):
         "sink_weight": [[draws[at][h] for at in row] for h, row in enumerate(places)],
         "induction_mass": mean.get("induction", numpy.full(heads, numpy.nan)),
         "induction_chance": mean.get("chance", 0.0),
-        "distance": mean["distance"],
+        "distance": mean["distance"] / mean["given"],
         "entropy": mean["entropy"],
     }
 
@@ -134,7 +135,7 @@ def assert_looped(layer, expected):
 
 def in_blocks(monkeypatch, rows, queries):
     """Let attention over these rows be computed so many queries at a time, of models with 4 heads."""
-    monkeypatch.setattr(attention_mass, "WEIGHTS_BLOCK_BYTES", 4 * 4 * rows.shape[-1] * queries)
+    monkeypatch.setitem(attention_mass.WEIGHTS_BLOCK_BYTES, "cpu", 4 * 4 * rows.shape[-1] * queries)
 
 
 def compare_to_loops(model, rows, windows, monkeypatch):
@@ -151,7 +152,7 @@ def compare_to_loops(model, rows, windows, monkeypatch):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
-    monkeypatch.setattr(head_module, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
+    monkeypatch.setattr(attention_mass, "SINK_WEIGHT", 0.08)  # random heads have no sinks of 0.3
     model = model_for(name)
     rows = few_kinds()
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
@@ -222,7 +223,7 @@ def test_the_model_is_left_as_it_was(implementation):
         raise KeyboardInterrupt
 
     assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
-    read_single_heads(model, rows[0], [(1, 2)])
+    read_single_heads(model, rows[0], [(1, 2)], find_attention_layers(model))
     with listen(stop), pytest.raises(KeyboardInterrupt):
         measure_heads(model, rows)
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
@@ -254,7 +255,7 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
         keys = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._softmax.default:
+            if function is torch.ops.aten.logsumexp.default:
                 self.keys = max(self.keys, args[0].shape[-1])
             return function(*args, **(kwargs or {}))
 
@@ -404,7 +405,8 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     layers = model.config.num_hidden_layers
     heads = model.config.num_attention_heads
-    for view in read_single_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)]):
+    every = [(layer, head) for layer in range(layers) for head in range(heads)]
+    for view in read_single_heads(model, row, every, find_attention_layers(model)):
         recorded = states[view.layer]
         torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
         logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
@@ -435,7 +437,7 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     row = text(20)
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
-    (view,) = read_single_heads(model, row, [(1, 2)])
+    (view,) = read_single_heads(model, row, [(1, 2)], find_attention_layers(model))
     n = len(view.inv_freq)
     scale = (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0
     assert view.attention_scaling**2 == pytest.approx(scale)
@@ -481,39 +483,6 @@ def test_bad_input_of_measure_heads(tokens, message):
         measure_heads(tiny_model(), torch.tensor(tokens))
 
 
-def test_weights_that_are_no_numbers_are_named():
-    model = tiny_model()
-    rows = ids(40, 2)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[20] = math.nan  # key head 1, which query heads 2 and 3 read
-    with pytest.raises(ValueError, match=r"layer 1, query head 2 .* position 0"):
-        measure_heads(model, rows)
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-
-
-def test_infinite_logits_are_named_where_they_appear(monkeypatch):
-    """Soft-capping hides infinity, and so does a softmax in which other logits are larger."""
-    row = torch.full((40,), 9)
-    row[25] = 7
-    in_blocks(monkeypatch, row, 16)
-    for family in ("gemma2", "llama"):
-        model = tiny_model(family)
-        with torch.no_grad():
-            model.model.embed_tokens.weight.fill_(0.1)
-            model.model.embed_tokens.weight[7] = -0.1
-
-        def spoil(part, args, output):
-            output[:, args[0][0, :, 0] < 0, 16:] = -1e30  # the keys of head 1 at token 7; its queries are positive
-            return output
-
-        attention = model.model.layers[0].self_attn
-        with torch.no_grad():
-            attention.q_proj.weight.fill_(1e10)
-        attention.k_proj.register_forward_hook(spoil)
-        with pytest.raises(ValueError, match=r"layer 0, query head 2 .* position 2\d"):
-            measure_heads(model, row)
-
-
 def halved(part, query, key, value, mask, scaling=None, **kwargs):
     return AttentionInterface()["sdpa"](part, query, key, value, mask, scaling=scaling / 2, **kwargs)
 
@@ -544,9 +513,6 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
     model.config._attn_implementation = "sdpa"
     attention = model.model.layers[1].self_attn
 
-    def none(usual, hidden_states, **kwargs):
-        return torch.zeros_like(hidden_states), None
-
     def twice(usual, **kwargs):
         usual(**kwargs)
         return usual(**kwargs)
@@ -555,7 +521,6 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
         return usual(**{**kwargs, "attention_mask": torch.zeros(1, 1, 20, 20)})
 
     for forward, message in (
-        (none, "AttentionInterface"),
         (twice, "once"),
         (masked, "mask"),
     ):
@@ -565,11 +530,23 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "message"), [("gpt_oss", "s_aux"), ("llama4_text", "chunks")], ids=["learned sinks", "chunks"]
+    ("family", "changes", "layers"),
+    [("qwen3_5_text", {}, [1]), ("qwen3_next", {"num_hidden_layers": 4}, [3])],
 )
-def test_models_that_cannot_be_measured(family, message):
-    with pytest.raises(ValueError, match=message):
-        measure_heads(tiny_model(family), ids(8, 1))
+def test_of_a_hybrid_model_the_layers_that_attend_are_measured_and_the_others_named(family, changes, layers):
+    heads = measure_heads(tiny_model(family, **changes), ids(40, 1))
+    assert [layer.index for layer in heads.layers] == layers
+    assert heads.others == tuple(range(layers[0]))
+
+
+def test_models_that_cannot_be_measured(monkeypatch):
+    with pytest.raises(ValueError, match="chunks"):
+        measure_heads(tiny_model("llama4_text"), ids(8, 1))
+    model = tiny_model(num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **kwargs: (torch.zeros_like(hidden_states), None))
+    with pytest.raises(ValueError, match="no layer attends"):
+        measure_heads(model, ids(8, 1))
 
 
 def test_a_learned_prompt_is_refused():
