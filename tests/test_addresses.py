@@ -50,8 +50,8 @@ HOLDS = {
     "kv_cache/test_kv_schemes.py": "kv_cache/block_rounding kv_cache/formats kv_cache/schemes",
     "kv_evaluation/test_kv_check.py": "kv_evaluation/*",
     "methods/test_methods.py": "methods/* tables",
-    "modeling/test_capture.py": "modeling/attention_probe modeling/devices modeling/state_statistics modeling/visit_states "
-    "modeling/inputs",
+    "modeling/test_capture.py": "modeling/attention_probe modeling/devices modeling/state_statistics "
+    "modeling/visit_states modeling/inputs",
     "patching/test_apply.py": "patching/install patching/locate patching/encode patching/verify patching/record "
     "patching/config_settings",
     "patching/test_layouts.py": "patching/rotary",
