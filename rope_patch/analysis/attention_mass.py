@@ -33,7 +33,7 @@ from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention import attend_fused
 from rope_patch.modeling.attention_probe import window_alone, window_of
 from rope_patch.modeling.devices import device_of_sums, on_cpu
-from rope_patch.modeling.inputs import check_ids, refuse_prompts
+from rope_patch.modeling.inputs import check_ids, refuse_prompts, token_rows
 from rope_patch.modeling.read_at_once import LARGE_WEIGHTS_BLOCK_BYTES, WEIGHTS_BLOCK_BYTES
 from rope_patch.modeling.temporary_modes import attending_with, attention_state, in_eval_mode
 from rope_patch.modeling.visit_states import run_decoder
@@ -50,6 +50,22 @@ STATE_TOLERANCE = 1e-3
 much."""
 MOST_QUERIES = 512
 """Greatest number of queries whose weights are computed at one time."""
+
+
+def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
+    """Measure where the heads of a model attend on a text, in a pass of their own.
+
+    Args:
+        model: a causal language model of transformers, as for :func:`measuring_heads`.
+        token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own.
+
+    Raises:
+        TypeError, ValueError: the model or the text is wrong, as for :func:`measuring_heads`.
+    """
+    rows = token_rows(token_ids)
+    with measuring_heads(model, rows) as sums:
+        run_decoder(model, rows)
+    return sums.result()
 
 
 @contextlib.contextmanager

@@ -89,9 +89,5 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     if options.patch.method:
         # The context of the checkpoint that is replaced would leave most pairs of the bundled one as they are.
         yield "patch.method=" + re.sub(r":original_max_position_embeddings=[^:+]+", "", options.patch.method)
-    # On a CPU, quantized weights can only be evaluated at the end (see training/trainer.py).
-    if options.model.quantization == "none":
-        yield "evaluation.every=2"
-    else:
-        yield "evaluation.every=0"
+    yield "evaluation.every=2"
     yield f"output={options.output}-smoke"

@@ -19,7 +19,7 @@ from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
-from rope_patch.modeling.reader import CacheFactory
+from rope_patch.modeling.reader import CacheFactory, KnownStates
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.texts.builtin_text import Corpus, builtin_text
 from rope_patch.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
@@ -189,6 +189,7 @@ class EvalSuite(Suite):
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
         resume: Resume = None,
+        known: KnownStates | None = None,
     ) -> EvalResult:
         """Return the scores of a model, which stays in training or eval mode as it was.
 
@@ -200,6 +201,7 @@ class EvalSuite(Suite):
             resume: file (or mapping) in which finished windows and prompts are stored, each under a key made of its
                 content, so that the same call continues where it stopped. With a ``cache`` this requires that the
                 factory has an ``identity``.
+            known: function that returns the states of a window which was read already, as ``perplexity`` takes it.
 
         Returns:
             The scores.
@@ -221,6 +223,7 @@ class EvalSuite(Suite):
                 batch=window_batch or spec.window_batch,
                 cache=cache,
                 resume=work,
+                known=known,
             )
         answers = {
             task: retrieval(model, self.tokenizer, task, spec=spec, haystack=self.prompts, cache=cache, resume=work)

@@ -104,9 +104,10 @@ def attend(
             raise ValueError(PADDED)
     fused = attention_mask is None and softcap is None
     rounded = {name: side.format != "none" for name, side in store.plan.sides.items()}
-    if fused and sinks is None and window >= total and not any(rounded.values()):
-        # In full precision, the model's own attention serves.
-        return prefill_attention(module, query, store.raw_keys, store.raw_values, None, scaling=scaling)
+    late = any(rounded[name] and not store.plan.at_once(name) for name in rounded)
+    if fused and sinks is None and window >= total and not late:
+        # Every query reads what is stored, so the model's own attention serves.
+        return prefill_attention(module, query, store.keys, store.values, None, scaling=scaling)
     before = total - size
     places = torch.arange(total, device=query.device)
     step = QUERIES_AT_ONCE.get(query.device.type, MANY_QUERIES_AT_ONCE)

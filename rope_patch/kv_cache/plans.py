@@ -65,6 +65,11 @@ class LayerPlan:
         # A tensor has no `max(0, count)`: the comparison is 0 or 1 for a number and for a tensor.
         return base + (count > 0) * (count // block * block)
 
+    def at_once(self, name: str) -> bool:
+        """Return whether a query reads its own token quantized already, so that all queries read the same."""
+        first = self.scheme.sinks + 1
+        return self.frozen(name, first) == first
+
     def quantize(self, name: str, states: Tensor, turn: Turn | None) -> Tensor:
         """Return blocks of keys or values, (blocks, heads, tokens, head_dim), as they are read back.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.outliers import KeyBias
@@ -14,8 +16,10 @@ from rope_patch.evaluation.finished_work import FinishedWork
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.attention_layers import AttentionLayer
-from rope_patch.modeling.reader import Reader
+from rope_patch.modeling.inputs import tensor_hash
+from rope_patch.modeling.reader import CacheFactory, Reader
 from rope_patch.modeling.state_statistics import Capture
+from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.result_cache import key
 from rope_patch.tables import RotaryTable
@@ -24,6 +28,51 @@ COMPARED_WINDOWS = 2
 """Number of windows whose distributions are compared, and on which the lengths of keys are measured."""
 ERROR_TOKENS = 2048
 """Greatest length of the text on which attention errors are measured [tokens]."""
+
+
+class WindowStates:
+    """The last hidden states of windows of text, each read when it is asked for the first time.
+
+    Args:
+        reader: the model, taken apart.
+        windows: (windows, tokens) token ids.
+        chunk: number of tokens in a forward pass; by default as many as possible.
+        cache: factory of the caches that are read through; by default the model reads in full precision.
+        begin: function that returns the context in which a window is read.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        windows: Tensor,
+        chunk: int | None = None,
+        cache: CacheFactory | None = None,
+        begin: Callable[[Tensor], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.begin = begin
+        self.reader = reader
+        self.windows = {tensor_hash(row): row for row in windows}
+        self.chunk = reader.chunk(windows.shape[1], chunk, cache)
+        if cache is None and self.chunk < windows.shape[1]:
+            reader.check("pieces")  # now, and not while somebody watches the states
+        self.cache = cache
+        self.known: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, ids: Tensor) -> Tensor | None:
+        """Return the states (tokens, features) of a window (tokens,); None if it is none of these windows."""
+        name = tensor_hash(ids)
+        if name in self.windows and name not in self.known:
+            past = self.reader.past(len(ids), self.chunk, self.cache)
+            with in_eval_mode(self.reader.model), self.begin(ids):
+                self.known[name] = self.reader.states(ids[None], past, self.chunk)[0]
+        return self.known.get(name)
+
+    def all(self) -> list[Tensor]:
+        """Return the states of all windows."""
+        for row in self.windows.values():
+            self.of(row)
+        return [self.known[name] for name in self.windows]
 
 
 @dataclass(eq=False)
@@ -42,7 +91,8 @@ class Setting:
         method: the method string.
         tables: the rotary tables of the method, one for each layer type.
         capture: the statistics of queries and keys.
-        states: last hidden states of the compared windows in full precision: (tokens, features) each.
+        states: last hidden states of the compared windows in full precision.
+        reader: the model, taken apart.
     """
 
     model: nn.Module
@@ -56,12 +106,8 @@ class Setting:
     method: str
     tables: tuple[RotaryTable, ...]
     capture: Capture
-    states: list[Tensor] = field(default_factory=list)
-
-    @functools.cached_property
-    def reader(self) -> Reader:
-        """The model, taken apart."""
-        return Reader(self.model)
+    states: WindowStates
+    reader: Reader
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -20,7 +20,7 @@ from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting, WindowStates
 from rope_patch.kv_evaluation.decoding import check_decoding
 from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
@@ -28,9 +28,10 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
 from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
-from rope_patch.modeling.capture import capture
+from rope_patch.modeling.capture import capturing
 from rope_patch.modeling.environment import environment
-from rope_patch.modeling.reader import model_name
+from rope_patch.modeling.inputs import tensor_hash
+from rope_patch.modeling.reader import Reader, model_name
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import locate
@@ -130,14 +131,18 @@ def kv_check(
                 biases = key_biases(model, layers[label])
     for sentence in bias_sentences(biases):
         progress.say(sentence)
-    compared = torch.stack([window.ids for window in suite.windows[:COMPARED_WINDOWS]])
+    different = {tensor_hash(window.ids): window.ids for window in suite.windows[:COMPARED_WINDOWS]}
+    compared = torch.stack(list(different.values()))
     work = open_work(model, resume)
     rows = []
     captures = {}
     for label, in_place in places.items():
         with in_place() as tables:
-            with progress.stage(f"{label}, statistics of keys"):
-                captures[label] = capture(model, compared)
+            reader = Reader(model)
+            states = WindowStates(reader, compared, suite.spec.chunk)
+            with progress.stage(f"{label}, statistics of keys"), capturing(layers[label], compared) as sums:
+                states.all()
+            captures[label] = sums.result(model)
             setting = Setting(
                 model=model,
                 suite=suite,
@@ -150,6 +155,8 @@ def kv_check(
                 method=label,
                 tables=tables,
                 capture=captures[label],
+                states=states,
+                reader=reader,
             )
             rows += _measure(setting, parsed)
     return KVCheck(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from rope_patch.kv_evaluation.attribution import (
     without_causes,
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
-from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting
+from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting, WindowStates
 from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
+from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.reader import CacheFactory
-from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress
 
@@ -44,9 +45,6 @@ def measure_formats(setting: Setting, formats: Mapping[str, Scheme]) -> list[Che
         setting: the setting of the check.
         formats: the formats that are measured, by name.
     """
-    # Read once: the distributions of all formats are compared with those that these states give.
-    with progress.stage(f"{setting.method}, none"):
-        setting.states = _states(setting, None)
     rows = []
     for name, scheme in formats.items():
         with naming_method(name), progress.stage(f"{setting.method}, {name}"):
@@ -65,9 +63,12 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
     # One window at a time, so that what a cache rounds has the same digits whatever the other windows are.
     with quantized(setting.model, scheme, layers=setting.layers) as factory:
         cache = factory if quantizing else None
-        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.work)
+        states = setting.states
         if quantizing:
-            divergences = _divergences(setting, scheme, factory)
+            states = _read_through(setting, factory)
+        scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.work, known=states.of)
+        if quantizing:
+            divergences = _divergences(setting, scheme, states)
     stored = stored_states(setting.layers, setting.capture, scheme)
     return CheckRow(
         method=setting.method,
@@ -108,23 +109,29 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     tokens = setting.compared.numel()
     ids = tensor_hash(setting.compared)
 
-    def kl(change: Change) -> float:
+    outputs = LayerOutputs(setting.reader, setting.layers)
+
+    def kl(change: Change, first: int = 0) -> float:
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            return float(_compared(setting, factory)[0].mean())
+            states = _read_through(setting, factory)
+            if first and not setting.chunk:  # where chunks are read, the first layers say how much there is already
+                states.begin = outputs.passes_from(first)
+            return float(_compared(setting, states)[0].mean())
 
-    def measured(changes: Mapping[str, Change]) -> list[float]:
-        parts = {f"attribution by KL: {part}": partial(kl, change) for part, change in changes.items()}
+    def measured(changes: Mapping[str, Change], first: Mapping[str, int] = MappingProxyType({})) -> list[float]:
+        parts = {
+            f"attribution by KL: {part}": partial(kl, change, first.get(part, 0)) for part, change in changes.items()
+        }
         costs = setting.finished(tokens, parts, scheme=scheme_identity(scheme), ids=ids, chunk=setting.chunk)
         return list(costs.values())
 
     assert row.divergence is not None
     whole = row.divergence.kl
     owners = [layer.index for layer in setting.layers if layer.keys_of == layer.index]
-    parts = {"keys": with_sides(scheme.key, Side())}
-    for layer in owners:
-        parts[f"layer {layer}"] = with_sides(Side(), Side(), {*owners} - {layer})
-    keys, *costs = measured(parts)
+    single = {f"layer {layer}": layer for layer in owners}
+    parts = {name: with_sides(Side(), Side(), {*owners} - {layer}) for name, layer in single.items()}
+    keys, *costs = measured({"keys": with_sides(scheme.key, Side()), **parts}, single)
     layers = dict(zip(owners, costs, strict=True))
     possible = remedies(scheme, setting, layers, of_keys=keys > whole / 2)
     values = measured({remedy.name: change for remedy, change in possible})
@@ -148,8 +155,8 @@ def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
 def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
     """Return the number of tokens that a check reads if no format is unsafe.
 
-    Under each method these are the windows and prompts, in full precision and through each format; and the compared
-    windows, likewise and once more for the statistics of keys.
+    Under each method these are the windows and prompts, in full precision and through each format; the compared windows
+    count once more, since they are read first, for the statistics of keys.
 
     Args:
         spec: the spec of the check, which states a number of windows, that of the suite.
@@ -158,28 +165,19 @@ def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0)
         decode: number of tokens by which each window is continued.
     """
     decoded = (spec.windows or 0) * tokens_to_decode(spec.longest, decode, formats)
-    return methods * ((1 + formats) * tokens_to_read(spec) + (2 + formats) * _tokens_compared(spec) + decoded)
+    return methods * ((1 + formats) * tokens_to_read(spec) + _tokens_compared(spec) + decoded)
 
 
 def _tokens_compared(spec: EvalSpec) -> int:
     return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
 
 
-def _states(setting: Setting, cache: CacheFactory | None) -> list[Tensor]:
-    """Return the last hidden states of the compared windows, read through a quantized cache or in full precision."""
-    windows = []
-    with torch.no_grad(), in_eval_mode(setting.model):
-        for row in setting.compared:
-            past: Any = None
-            if cache is not None:
-                past = cache()
-            elif setting.chunk:
-                past = setting.reader.new_cache(len(row))
-            windows.append(setting.reader.states(row[None], past, setting.chunk)[0])
-    return windows
+def _read_through(setting: Setting, cache: CacheFactory) -> WindowStates:
+    """Return the states of the compared windows through a quantized cache."""
+    return WindowStates(setting.reader, setting.compared, setting.chunk, cache)
 
 
-def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[int, Divergence]:
+def _divergences(setting: Setting, scheme: Scheme, states: WindowStates) -> dict[int, Divergence]:
     """Compare the distribution of the next token with and without a format.
 
     Returns:
@@ -187,7 +185,7 @@ def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[
     """
 
     def measure() -> dict[str, Any]:
-        measured = _compared(setting, cache)
+        measured = _compared(setting, states)
         divergences = {}
         for length in setting.lengths:
             below = measured[..., :length].flatten(1)
@@ -203,12 +201,12 @@ def _divergences(setting: Setting, scheme: Scheme, cache: CacheFactory) -> dict[
         "lengths": list(setting.lengths),
     }
     kind = "divergence, float32 logits"
-    stored = setting.finished(ids.numel(), {kind: measure}, **about)[kind]
+    stored = setting.finished(0, {kind: measure}, **about)[kind]
     return {int(length): Divergence(**part) for length, part in stored.items()}
 
 
 @torch.no_grad()
-def _compared(setting: Setting, cache: CacheFactory) -> Tensor:
+def _compared(setting: Setting, states: WindowStates) -> Tensor:
     """Return KL and whether the first choice is the same: (2, windows, tokens)."""
-    pairs = zip(setting.states, _states(setting, cache), strict=True)
+    pairs = zip(setting.states.all(), states.all(), strict=True)
     return torch.stack([kl_by_position(setting.reader, plain, rough) for plain, rough in pairs], 1)

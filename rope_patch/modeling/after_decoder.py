@@ -54,20 +54,20 @@ class DecoderOutput:
 
 
 @contextlib.contextmanager
-def decoder_returns(path: Sequence[nn.Module], output: DecoderOutput) -> Iterator[None]:
-    """Let the decoder of a model return a given output within a ``with`` block, whatever it is called with.
+def modules_return(modules: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """Let modules return a given output within a ``with`` block, whatever they are called with.
 
     Args:
-        path: the modules that :func:`decoder_path` returns; whichever of them the model calls returns the output.
-        output: what it returns.
+        modules: the modules; with those of :func:`decoder_path`, whichever of them the model calls returns the output.
+        output: what each returns.
     """
-    replaced: list[Callable[..., Any] | None] = [vars(module).get("forward") for module in path]
-    for module in path:
+    replaced: list[Callable[..., Any] | None] = [vars(module).get("forward") for module in modules]
+    for module in modules:
         module.forward = lambda *_, **__: output
     try:
         yield
     finally:
-        for module, forward in zip(path, replaced, strict=True):
+        for module, forward in zip(modules, replaced, strict=True):
             del module.forward
             if forward is not None:  # a hook of accelerate had replaced it before
                 module.forward = forward

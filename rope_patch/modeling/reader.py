@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
+from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, modules_return
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
 from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, SLIDING_CHUNK, scored_at_once
@@ -28,6 +28,8 @@ from rope_patch.runtime import progress
 from rope_patch.tables import changes_with_length
 
 CacheFactory = Callable[[], Any]
+KnownStates = Callable[[Tensor], Tensor | None]
+"""A function of the token ids of a text (tokens,), which returns its last hidden states (tokens, hidden), or None."""
 
 CHECKED_TOKENS = 8
 """Number of tokens on which ways of reading are compared with the model itself [tokens]."""
@@ -167,6 +169,12 @@ class Reader:
                 out = self.call(self.decoder, input_ids=part, **cache)
             yield start, out[0]
 
+    def past(self, tokens: int, chunk: int | None, cache: CacheFactory | None) -> Any:
+        """Return the empty cache through which a text of some tokens is read; None if it is read at once."""
+        if cache is not None:
+            return cache()
+        return self.new_cache(tokens) if chunk is not None and chunk < tokens else None
+
     def states(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Tensor:
         """Return the last hidden states (rows, tokens, hidden) of all tokens, which :meth:`read` reads."""
         return torch.cat([hidden for _, hidden in self.read(ids, past, chunk)], dim=1)
@@ -177,7 +185,7 @@ class Reader:
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device).expand(1, len(hidden))
-        with decoder_returns(self.path, DecoderOutput(hidden[None].to(input_device(self.head)))):
+        with modules_return(self.path, DecoderOutput(hidden[None].to(input_device(self.head)))):
             logits: Tensor = self.forward(input_ids=ids, use_cache=False).logits
         return logits[0]
 
@@ -277,6 +285,7 @@ def losses(
     lengths: Sequence[int] | None = None,
     chunk: int | None = None,
     cache: CacheFactory | None = None,
+    known: KnownStates | None = None,
 ) -> Tensor:
     """Score tokens of rows of equal length, or padded on the right, in one pass or in chunks through a cache.
 
@@ -289,19 +298,19 @@ def losses(
         lengths: number of tokens of each row that are not padding; all by default.
         chunk: number of tokens in a forward pass; all by default.
         cache: factory of the cache through which rows are read; by default a ``DynamicCache`` if there are chunks.
+        known: function that returns the states of a row which is read alone.
 
     Returns:
         The negative log-likelihood (rows, tokens) float64 [nats], at the position of the scored token; nan elsewhere.
     """
     width = rows.shape[1]
     lengths = [width] * len(rows) if lengths is None else lengths
-    past: Any = None
-    if cache is not None:
-        past = cache()
-    elif chunk is not None and chunk < width:
-        past = reader.new_cache(width)
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
-    for start, hidden in reader.read(rows, past, chunk):
+    states = known(rows[0]) if known is not None and len(rows) == 1 else None
+    chunks: Iterable[tuple[int, Tensor]] = (
+        [(0, states[None])] if states is not None else reader.read(rows, reader.past(width, chunk, cache), chunk)
+    )
+    for start, hidden in chunks:
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
             low = max(start, first[i] - 1)

@@ -17,11 +17,16 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode for the length of a ``with`` block.
 
     It then has no dropout, and the caches that gradient checkpointing switches off in training. Weights that FSDP2 has
-    gathered in the block are sharded again at its end: until then ``model.zero_grad()`` would miss the real ones.
+    gathered in the block are sharded again at its end: until then ``model.zero_grad()`` would miss the real ones. 4-bit
+    layers of bitsandbytes keep training mode, to which they have no other use: on a CPU with AVX512-BF16 those in eval
+    mode pack their weights anew, for good, and are trained wrongly after that.
     """
     # By module, since parts of a model may be in another mode than the whole.
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    for module in modes:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.training = True
     try:
         yield
     finally:

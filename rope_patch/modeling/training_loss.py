@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
-from rope_patch.modeling.after_decoder import DecoderOutput, decoder_returns
+from rope_patch.modeling.after_decoder import DecoderOutput, modules_return
 from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
 from rope_patch.modeling.reader import CHECKED_TOKENS, Reader, fixed_ids, weights_at_hand
 from rope_patch.modeling.temporary_modes import in_eval_mode
@@ -184,6 +184,6 @@ def _own_terms(reader: Reader, output: Any, args: tuple[Any, ...], kwargs: dict[
     """
     hidden = output[0][:, :1]
     nothing = torch.full(hidden.shape[:2], IGNORED_LABEL, device=hidden.device)
-    with decoder_returns(reader.path, DecoderOutput(hidden, output)):
+    with modules_return(reader.path, DecoderOutput(hidden, output)):
         loss: Tensor = reader.forward(*args, **kwargs, labels=nothing, num_items_in_batch=1).loss
     return loss

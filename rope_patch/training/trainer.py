@@ -120,12 +120,12 @@ def check_shareable(config: Any, row: Any) -> None:
 
 
 def check_training(options: RecipeOptions) -> None:
-    """Refuse unknown names, a warm-up without end, and quantized weights that would be trained or evaluated wrongly.
+    """Refuse unknown names, a warm-up without end, and quantized weights that Liger would replace.
 
     Raises:
         ImportError: ``train.liger`` is set, and its package is missing.
         ValueError: the method or task is unknown, the warm-up is longer than the run, or quantized weights would be
-            evaluated before the end on a CPU or trained through Liger.
+            trained through Liger.
     """
     if options.patch.method is not None:
         as_method(options.patch.method)
@@ -138,13 +138,7 @@ def check_training(options: RecipeOptions) -> None:
         )
     if options.train.liger and not is_liger_kernel_available():
         raise ImportError("train.liger needs liger-kernel: pip install 'rope_patch[gpu]', or set train.liger=false")
-    quantized = options.model.quantization != "none"
-    if quantized and not torch.accelerator.is_available() and options.evaluation.every:
-        raise ValueError(
-            "on a CPU bitsandbytes packs quantized weights anew when a model is first evaluated, and trains it wrongly "
-            "after that: set evaluation.every=0, so that only the end is evaluated"
-        )
-    if quantized and options.train.liger:
+    if options.model.quantization != "none" and options.train.liger:
         raise ValueError("train.liger replaces the MLPs that model.quantization would quantize: use one of the two")
 
 

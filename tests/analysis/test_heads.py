@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.largest import Largest
 from support.scored import bold_model
-from support.states import INTERLEAVED, attended, measure_heads, model_of, stored, text
+from support.states import INTERLEAVED, attended, model_of, stored, text
 from support.tiny import ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -27,7 +27,7 @@ from transformers import (
 import rope_patch
 from rope_patch.analysis import attention_mass
 from rope_patch.analysis.analyze import _clearest
-from rope_patch.analysis.attention_mass import _check_reproduced, repeated_tokens
+from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric

@@ -21,9 +21,9 @@ def ten_tokens_a_second(monkeypatch):
         # Two methods read 2 windows of 64 tokens and 4 prompts of 64.
         (("compare", "--methods", "default yarn", "--lengths", "64"), "reads 768 tokens, about 77 seconds"),
         # Full precision and a format, and 2 windows three times for KL and the statistics of keys.
-        (("kv-check", "--formats", "int8-token", "--lengths", "64"), "reads 1,152 tokens, about 2 minutes"),
+        (("kv-check", "--formats", "int8-token", "--lengths", "64"), "reads 896 tokens, about 90 seconds"),
         # A row of each of five texts, twice.
-        (("analyze", "--window", "32", "--tokens", "64", "--p", ""), "reads 320 tokens, about 32 seconds"),
+        (("analyze", "--window", "32", "--tokens", "64", "--p", ""), "reads 160 tokens, about 16 seconds"),
     ],
     ids=lambda value: value[0],
 )

@@ -330,9 +330,8 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     spec = EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1)
     kept = {}
     announced = tokens_to_check(spec, formats=2, methods=2)
-    # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; full precision, 2 formats and the statistics
-    # on 2 windows.
-    assert announced == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56)
+    # By hand: 3 formats of 3 windows of 56 and 2 prompts of each length; the statistics on 2 windows.
+    assert announced == 2 * (3 * (3 * 56 + 2 * 96) + 2 * 56)
     # Under each method one format is unsafe: its keys, two layers, up to five remedies, and errors on one window.
     expected = 2 * tokens_to_attribute(spec, layers=2)
     assert expected == 2 * (8 * 2 * 56 + 56)
@@ -398,13 +397,13 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     whole = len(heads) - first
     again = len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
-    assert stages == {f"default, {name}" for name in ("statistics of keys", "none", BEFORE)}, "int4-token was finished"
+    assert stages == {f"default, {name}" for name in ("statistics of keys", BEFORE)}, "int4-token was finished"
     read = []
     with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
         resumed = check_cache(model, TOKENIZER, names, resume=path, **asked)
     assert len(heads) == again + 1, "the fixed tokens"
-    # The windows of statistics, and of states in full precision; 8 tokens are a probe, 64 are the fixed tokens.
-    assert sum(size for size in read if size > 8) == 4 * 56 + FIXED_TOKENS
+    # The windows, once for statistics and states; 8 tokens are a probe, 64 are the fixed tokens.
+    assert sum(size for size in read if size > 8) == 2 * 56 + FIXED_TOKENS
     assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **asked).to_json()
     assert whole < len(heads) - again, "the run that went on read less than one without what was finished"
     finished = path.read_text()

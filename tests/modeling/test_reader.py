@@ -9,7 +9,7 @@ from support.scored import assert_read_as_it_is
 from transformers import MixtralConfig
 
 from family_models import IDS, tiny_config, tiny_model
-from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, decoder_returns
+from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, modules_return
 from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.training_loss import fuse
 
@@ -91,7 +91,7 @@ def test_the_decoder_runs_again_after_its_output_was_given():
     path[1].forward = path[1].forward  # as a hook of accelerate replaces it
     with torch.no_grad():
         expected = model(ROW).logits
-        with pytest.raises(ZeroDivisionError), decoder_returns(path, DecoderOutput(torch.zeros(1, 3, 128))):
+        with pytest.raises(ZeroDivisionError), modules_return(path, DecoderOutput(torch.zeros(1, 3, 128))):
             assert model(ROW).logits.shape[1] == 3
             raise ZeroDivisionError
         assert torch.equal(model(ROW).logits, expected)

@@ -15,10 +15,7 @@ from types import SimpleNamespace
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.analysis.attention_mass import measuring_heads
 from rope_patch.modeling.attention_layers import ROLES
-from rope_patch.modeling.inputs import token_rows
-from rope_patch.modeling.visit_states import run_decoder
 from support.tiny import ARCHITECTURES, tiny_model
 
 FAMILIES = [
@@ -103,14 +100,6 @@ def stored(model, monkeypatch):
             attend = module.eager_attention_forward
             patch.setattr(module, "eager_attention_forward", spy_attention)
         yield states
-
-
-def measure_heads(model, token_ids):
-    """Where the heads of a model attend on a text, while nothing else is measured."""
-    rows = token_rows(token_ids)
-    with measuring_heads(model, rows) as sums:
-        run_decoder(model, rows)
-    return sums.result()
 
 
 @torch.no_grad()

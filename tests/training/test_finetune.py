@@ -424,13 +424,14 @@ def test_ways_to_train(words, tmp_path):
     assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
 
 
-def test_qlora_trains_on_a_cpu_and_refuses_to_be_evaluated_on_the_way(tmp_path):
+def test_qlora_trains_on_a_cpu_and_may_be_evaluated_on_the_way(tmp_path):
     words = ("model.quantization=nf4", "train.steps=2", "evaluation.before=false", "evaluation.lengths=128")
-    with pytest.raises(ValueError, match=r"set evaluation\.every=0"):
-        finetune(options(tmp_path / "run", "evaluation.every=1", *words))
     result = finetune(options(tmp_path / "run", *words))
     assert len(losses(result)) == 2 and str(read_record(result.folder).to_method()) == "yarn:factor=4"
     assert all(torch.isfinite(torch.tensor(losses(result))))
+    # bitsandbytes packs the weights of a model in eval mode, where the CPU is of a kind, and then trains it wrongly.
+    watched = finetune(options(tmp_path / "watched", *words, "evaluation.every=1", "evaluation.before=true"))
+    assert losses(watched) == losses(result)
 
 
 def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.result import PerplexityResult, Window, sum_up
 from rope_patch.evaluation.read_across_processes import read_batches
 from rope_patch.modeling.inputs import check_ids, tensor_hash
-from rope_patch.modeling.reader import CacheFactory, Reader, cache_identity, losses
+from rope_patch.modeling.reader import CacheFactory, KnownStates, Reader, cache_identity, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
 from rope_patch.runtime.result_cache import key
 from rope_patch.texts.documents import TokenDocument
 
 
+# Long: the public function, whose options are documented one by one.
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
@@ -33,6 +34,7 @@ def perplexity(
     window: int | None = None,
     batch: int = 1,
     resume: Resume = None,
+    known: KnownStates | None = None,
 ) -> PerplexityResult:
     """Return the perplexity of a text under a causal language model.
 
@@ -58,6 +60,8 @@ def perplexity(
         resume: file (or mapping) in which scored windows are stored, so that an interrupted run continues where it
             stopped. With a ``cache`` this requires that the factory has an ``identity``, a text that tells it from
             others.
+        known: function of the token ids of a window (tokens,), which returns the last hidden states (tokens, hidden)
+            that are known, so that it is not read again, or None; for windows that are read one at a time.
 
     Returns:
         The result.
@@ -88,7 +92,7 @@ def perplexity(
         sizes = [len(item.ids) for item in items]
         # Shorter windows are padded to the longest, and the padding is computed too.
         with progress.work(sum(sizes), reads=len(sizes) * max(sizes)):
-            return _score(reader, items, edges, chunk, cache)
+            return _score(reader, items, edges, chunk, cache, known)
 
     scored = read_batches(
         model,
@@ -171,12 +175,13 @@ def _score(
     edges: Sequence[int],
     chunk: int,
     cache: CacheFactory | None,
+    known: KnownStates | None,
 ) -> list[dict[str, Any]]:
     """Return the sums of each window by bucket, as JSON values for the result cache."""
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
-    table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
+    table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, known=known)
     sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         scored = torch.zeros(len(loss), dtype=torch.bool)
