@@ -127,7 +127,7 @@ def test_retrieval_and_compare_give_what_a_cpu_gives(tmp_path):
 @gpu.on("cuda")
 def test_a_layer_attends_over_a_quantized_cache_in_few_blocks_of_kernels(tmp_path):
     model = small().to("cuda")
-    with quantized(model, "int4.token") as cache, torch.no_grad():
+    with quantized(model, "int4.token;residual=8") as cache, torch.no_grad():
         counted(lambda: model(IDS[None].to("cuda"), **{cache_argument(model): cache()}, logits_to_keep=1))
     assert gpu.kernels["logsumexp"] == 2 * len(IDS) // 512 == 4, "two for each of two layers; 16 on a CPU"
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
-from rope_patch.modeling.reader import Reader
+from rope_patch.modeling.reader import Reader, scored_together
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]
@@ -93,16 +93,18 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         past = self._new_cache(ids.shape[1])
         with self._autocast():
             for start, hidden in reader.read(ids, past, self.chunk):
+                spans = []
+                parts = []
                 for i, (row, (_, context, continuation)) in enumerate(asked):
                     # The state at position p scores the token at p + 1.
                     scored = context - 1
                     low = max(start, scored)
                     high = min(start + hidden.shape[1], scored + len(continuation))
                     if low < high:
-                        at = slice(low - scored, high - scored)
-                        nll[i][at], best[i][at] = reader.score(
-                            hidden[row, low - start : high - start], continuation[at]
-                        )
+                        spans.append((i, slice(low - scored, high - scored)))
+                        parts.append((hidden[row, low - start : high - start], continuation[spans[-1][1]]))
+                for (i, at), scores in zip(spans, scored_together(reader.score, parts), strict=True):
+                    nll[i][at], best[i][at] = scores
         for (_, (number, context, continuation)), losses, tokens in zip(asked, nll, best, strict=True):
             if bool(losses.isnan().any()):
                 at_token = context + int(losses.isnan().nonzero()[0])

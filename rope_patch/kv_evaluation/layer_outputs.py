@@ -19,7 +19,7 @@ from rope_patch.modeling.temporary_modes import in_eval_mode
 
 
 class LayerOutputs:
-    """The outputs of all layers of a decoder on windows of text, which are read when they are first asked for.
+    """The outputs of all layers of a decoder on windows of text, in full precision and in the memory of the CPU.
 
     Args:
         reader: the model, taken apart.
@@ -31,38 +31,41 @@ class LayerOutputs:
         self.attention = attention
         self.layers: Any = getattr(reader.path[-1], "layers", ())
         self.outputs: dict[str, list[Any]] = {}
-        self.usable: bool | None = None
+        self.usable = len(self.layers) > 1
+
+    @torch.no_grad()
+    def read(self, windows: Tensor) -> None:
+        """Read windows (windows, tokens), while the model attends in full precision; those that were read are not."""
+        for ids in windows:
+            name = tensor_hash(ids)
+            if name in self.outputs or not self.usable:
+                continue
+            outputs = self.outputs[name] = []
+
+            def keep(module: Any, args: Any, output: Any, outputs: list[Any] = outputs) -> None:
+                outputs.append(tree_map_only(Tensor, Tensor.cpu, output))
+
+            with in_eval_mode(self.reader.model):
+                with contextlib.ExitStack() as stack:
+                    for layer in self.layers:
+                        stack.callback(layer.register_forward_hook(keep).remove)
+                    states = self.reader.states(ids[None])
+                # In some models a layer reads more than what the one below it put out.
+                self.usable = len(outputs) == len(self.layers)
+                with self.passes_from(len(self.layers) // 2)(ids):
+                    self.usable = self.usable and torch.equal(self.reader.states(ids[None]), states)
 
     def passes_from(self, index: int) -> Callable[[Tensor], AbstractContextManager[None]]:
         """Return a function of a window (tokens,), which lets passes over it begin at a layer within a block."""
 
         def begin(ids: Tensor) -> AbstractContextManager[None]:
-            outputs = self._of(ids)
             shared = any(layer.keys_of < index <= layer.index for layer in self.attention)
             if index == 0 or shared or not self.usable:
                 return contextlib.nullcontext()
-            output = tree_map_only(Tensor, lambda x: x.to(self.reader.device), outputs[index - 1])
-            return modules_return(self.layers[:index], output)
+            output = self.outputs[tensor_hash(ids)][index - 1]
+            return modules_return(self.layers[:index], tree_map_only(Tensor, self._back, output))
 
         return begin
 
-    @torch.no_grad()
-    def _of(self, ids: Tensor) -> list[Any]:
-        """Return the outputs of all layers on a window; they are kept in the memory of the CPU."""
-        name = tensor_hash(ids)
-        if name not in self.outputs:
-            outputs = self.outputs[name] = []
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(in_eval_mode(self.reader.model))
-                for layer in self.layers:
-                    hook = layer.register_forward_hook(
-                        lambda module, args, output: outputs.append(tree_map_only(Tensor, Tensor.cpu, output))
-                    )
-                    stack.callback(hook.remove)
-                states = self.reader.states(ids[None])
-            if self.usable is None:
-                # In some models a layer reads more than what the one below it put out.
-                self.usable = len(outputs) == len(self.layers) > 1
-                with in_eval_mode(self.reader.model), self.passes_from(len(self.layers) // 2)(ids):
-                    self.usable = self.usable and torch.equal(self.reader.states(ids[None]), states)
-        return self.outputs[name]
+    def _back(self, states: Tensor) -> Tensor:
+        return states.to(self.reader.device)

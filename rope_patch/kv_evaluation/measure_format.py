@@ -112,11 +112,13 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     outputs = LayerOutputs(setting.reader, setting.layers)
 
     def kl(change: Change, first: int = 0) -> float:
+        first *= not setting.chunk  # where chunks are read, the first layers say how much there is already
+        if first:
+            outputs.read(setting.compared)
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
             states = _read_through(setting, factory)
-            if first and not setting.chunk:  # where chunks are read, the first layers say how much there is already
-                states.begin = outputs.passes_from(first)
+            states.begin = outputs.passes_from(first)
             return float(_compared(setting, states)[0].mean())
 
     def measured(changes: Mapping[str, Change], first: Mapping[str, int] = MappingProxyType({})) -> list[float]:

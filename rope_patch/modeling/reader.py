@@ -276,6 +276,20 @@ class Reader:
         return results
 
 
+def scored_together(
+    score: Callable[[Tensor, Tensor], Sequence[Tensor]], parts: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, ...]]:
+    """Score states (states, hidden) and targets (states,) of several rows in one call, and return what it gives each.
+
+    A head reads all of its weights, even for a single state.
+    """
+    if not parts:
+        return []
+    states, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    sizes = [len(ids) for _, ids in parts]
+    return list(zip(*(torch.split(values, sizes) for values in score(states, targets)), strict=True))
+
+
 @torch.no_grad()
 def losses(
     reader: Reader,
@@ -311,14 +325,13 @@ def losses(
         [(0, states[None])] if states is not None else reader.read(rows, reader.past(width, chunk, cache), chunk)
     )
     for start, hidden in chunks:
-        for i in range(len(rows)):
-            # The state at position p scores the token at p + 1.
-            low = max(start, first[i] - 1)
-            high = min(start + hidden.shape[1], lengths[i] - 1)
-            if low < high:
-                states = hidden[i, low - start : high - start]
-                at = slice(low + 1, high + 1)
-                nll[i, at] = reader.losses(states, rows[i, at])
+        # The state at position p scores the token at p + 1.
+        spans = [(i, max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)) for i in range(len(rows))]
+        spans = [span for span in spans if span[1] < span[2]]
+        parts = [(hidden[i, low - start : high - start], rows[i, low + 1 : high + 1]) for i, low, high in spans]
+        found = scored_together(lambda *asked: [reader.losses(*asked)], parts)
+        for (i, low, high), (loss,) in zip(spans, found, strict=True):
+            nll[i, low + 1 : high + 1] = loss
     return nll
 
 

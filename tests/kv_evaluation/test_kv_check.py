@@ -24,6 +24,7 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
 from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states
+from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
 from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.modeling.attention_layers import find_attention_layers
@@ -320,6 +321,23 @@ def test_without_the_unpatched_model_the_check_says_that_it_was_not_measured(che
     assert "0 of 2 passkey prompts of 40 tokens, within the trained length of 56" in sentence
     assert "was not measured" in sentence
     assert replace(other, loaded="pi:factor=2").warnings == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4-shared"])
+def test_the_cost_of_a_layer_is_that_of_a_whole_pass_though_its_pass_begins_there(family, monkeypatch):
+    asked = {**ASKED, "tolerance": 0.0}
+    counts = []
+
+    def costs():
+        model = small(family, num_hidden_layers=4, vocab_size_per_layer_input=1024)
+        with watched(model.model.layers[0].mlp, lambda *args, **kwargs: counts.append(1)):
+            return check_cache(model, TOKENIZER, ["int2.token"], **asked).rows[-1].attribution.layers
+
+    got = costs()
+    begun = len(counts)
+    monkeypatch.setattr(LayerOutputs, "read", lambda self, windows: setattr(self, "usable", False))
+    assert got == costs() and len(got) > 1
+    assert (begun < len(counts) - begun) == (family == "llama"), "layers that share keys are read from the first on"
 
 
 # --- finished work, and errors
