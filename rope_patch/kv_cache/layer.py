@@ -14,6 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_patch.kv_cache.plans import LayerPlan, Turn
 
+NAMES = ("keys", "values", "raw_keys", "raw_values")
+"""The tensors of a layer: as they are read, and in full precision."""
+
 
 @dataclass(eq=False)
 class SchemeRun:
@@ -41,6 +44,40 @@ class SchemeRun:
         return cos, sin
 
 
+class Room:
+    """States of tokens (rows, heads, tokens, head_dim) in memory that has room for more, so that adding copies nothing.
+
+    Args:
+        states: the first tokens, whose memory is never written to.
+    """
+
+    def __init__(self, states: Tensor) -> None:
+        self.memory = states
+        self.tokens = states.shape[-2]
+        self.shared = True
+
+    @property
+    def states(self) -> Tensor:
+        """The states of all tokens; later changes show in it."""
+        return self.memory[:, :, : self.tokens]
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Write tokens from a position on, over those that are there or after them."""
+        stop = max(self.tokens, start + states.shape[-2])
+        if self.shared or stop > self.memory.shape[-2]:
+            memory = states.new_empty(*states.shape[:2], stop + stop // 8, states.shape[-1])
+            memory[:, :, : self.tokens] = self.states
+            self.memory = memory
+            self.shared = False
+        self.memory[:, :, start : start + states.shape[-2]] = states
+        self.tokens = stop
+
+    def branch(self) -> Room:
+        """Return a copy; whichever of the two is written to first takes memory of its own."""
+        self.shared = True
+        return copy.copy(self)
+
+
 class QuantizedLayer(DynamicLayer):
     """The keys and values of one layer.
 
@@ -57,6 +94,7 @@ class QuantizedLayer(DynamicLayer):
         raw_keys: the keys in full precision.
         raw_values: the values in full precision.
         frozen: number of frozen blocks, by side.
+        rooms: the memory of these four tensors, by their names.
     """
 
     keys: Tensor
@@ -75,25 +113,27 @@ class QuantizedLayer(DynamicLayer):
         turn = self.run.turn(self.plan, len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.raw_keys = key_states
-            self.raw_values = value_states
             self.turn = turn
-            self.keys = key_states
-            self.values = value_states
+            self.rooms = {
+                name: Room(states) for name, states in zip(NAMES, (key_states, value_states) * 2, strict=True)
+            }
         else:
-            self.raw_keys = torch.cat((self.raw_keys, key_states), dim=-2)
-            self.raw_values = torch.cat((self.raw_values, value_states), dim=-2)
-            self.keys = torch.cat((self.keys, key_states), dim=-2)
-            self.values = torch.cat((self.values, value_states), dim=-2)
+            for name, states in zip(NAMES, (key_states, value_states) * 2, strict=True):
+                self.rooms[name].write(start, states)
             if turn is not None and self.turn is not None:
                 cos, sin = (torch.cat(pair, dim=1) for pair in zip(self.turn, turn, strict=True))
                 self.turn = cos, sin
+        self._show()
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
         keys: Any = self.keys
         # All that attention is given is this tensor. A reference that counted would keep both in memory.
         keys.cache_layer = weakref.ref(self)
         return self.keys, self.values
+
+    def _show(self) -> None:
+        """Set the attributes that attention reads."""
+        self.keys, self.values, self.raw_keys, self.raw_values = (self.rooms[name].states for name in NAMES)
 
     def freeze(self, visible_tokens: int) -> None:
         """Quantize every block that is quantized for a query that sees ``visible_tokens`` tokens."""
@@ -122,11 +162,9 @@ class QuantizedLayer(DynamicLayer):
             turn = cos, sin
         quantized = self.plan.quantize(name, blocks, turn)
         quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
-        # Not in place: what was returned before must not change, nor what a copy of this cache holds.
-        whole = getattr(self, name).clone()
-        whole[:, :, low:high] = quantized.reshape(raw.shape)
-        setattr(self, name, whole)
+        self.rooms[name].write(low, quantized.reshape(raw.shape))
         self.frozen[name] = ready
+        self._show()
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -152,13 +190,15 @@ class QuantizedLayer(DynamicLayer):
     def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-        for name in ("keys", "values", "raw_keys", "raw_values"):
-            setattr(self, name, rows(getattr(self, name)))
+        self.rooms = {name: Room(rows(room.states)) for name, room in self.rooms.items()}
+        self._show()
         if self.turn is not None:
             self.turn = rows(self.turn[0]), rows(self.turn[1])
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
-        """Return a copy that shares the run and the tensors, none of which is ever written to in place."""
+        """Return a copy that shares the run, and the tensors until either is written to."""
         copied = copy.copy(self)
         copied.frozen = dict(self.frozen)
+        if self.is_initialized:
+            copied.rooms = {name: room.branch() for name, room in self.rooms.items()}
         return copied

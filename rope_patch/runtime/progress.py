@@ -117,6 +117,9 @@ def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
     """
     read = reported = 0
     outer = _listener.get().on_tokens
+    if outer is _nothing:
+        yield
+        return
 
     def count(name: str, more: int) -> None:
         nonlocal read, reported
@@ -142,6 +145,9 @@ def forward_pass(decoder: nn.Module, tokens: int) -> Iterator[None]:
         tokens: number of tokens that the pass reads, over all rows [tokens].
     """
     layers: Any = getattr(decoder, "layers", ())
+    if _listener.get().on_tokens is _nothing:  # of a pass over one token, hooks are a part that shows
+        yield
+        return
     # The stack removes the hooks again, even if the pass raises.
     with work(tokens, reads=len(layers)), contextlib.ExitStack() as hooks:
         for layer in layers:
