@@ -25,7 +25,7 @@ from rope_patch.kv_cache.layer import QuantizedLayer
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.inputs import tensor_hash
-from rope_patch.modeling.read_at_once import scored_at_once
+from rope_patch.modeling.read_at_once import rows_at_once, scored_at_once
 from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.runtime import progress
@@ -173,8 +173,11 @@ def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:
     parts = []
     size = scored_at_once(len(plain), plain.device.type)
     for states in zip(torch.split(plain, size), torch.split(rough, size), strict=True):
-        p, q = (reader.logits(part).log_softmax(-1) for part in states)
-        kl = (p.exp() * (p - q)).sum(-1)
-        same = p.argmax(-1) == q.argmax(-1)
-        parts.append(torch.stack([kl, same.to(kl.dtype)]))
+        logits = [reader.own_logits(part) for part in states]
+        few = rows_at_once(logits[0])
+        for rows in zip(*(torch.split(each, few) for each in logits), strict=True):
+            p, q = (part.float().log_softmax(-1) for part in rows)
+            kl = (p.exp() * (p - q)).sum(-1)
+            same = p.argmax(-1) == q.argmax(-1)
+            parts.append(torch.stack([kl, same.to(kl.dtype)]))
     return torch.cat(parts, 1).cpu().double()

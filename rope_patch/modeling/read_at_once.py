@@ -1,5 +1,9 @@
 """How much is read, attended or scored at one time: what the memory of a measurement follows from."""
 
+from __future__ import annotations
+
+from torch import Tensor
+
 LOGITS_AT_ONCE = 256
 """Number of tokens whose logits exist at one time in training, and where a CPU scores tokens."""
 FLOATS_AT_ONCE = 1 << 21
@@ -27,3 +31,10 @@ LARGE_SLICE_TOKENS = 4096
 def scored_at_once(tokens: int, device: str) -> int:
     """Return how many of some tokens are scored at one time on a type of device: small kernels cost a GPU as much."""
     return LOGITS_AT_ONCE if device == "cpu" else max(2 * LOGITS_AT_ONCE, tokens // 16)
+
+
+def rows_at_once(logits: Tensor) -> int:
+    """Return of how many rows of logits (rows, vocab) float32 copies are made at one time."""
+    if logits.device.type != "cpu":
+        return len(logits)
+    return max(1, FLOATS_AT_ONCE // logits.shape[-1])

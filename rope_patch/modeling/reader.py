@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, modules_return
 from rope_patch.modeling.inputs import refuse_prompts
 from rope_patch.modeling.prefill import ATTENTION_NAME, RoomyLayer
-from rope_patch.modeling.read_at_once import FLOATS_AT_ONCE, SLIDING_CHUNK, scored_at_once
+from rope_patch.modeling.read_at_once import SLIDING_CHUNK, rows_at_once, scored_at_once
 from rope_patch.modeling.temporary_modes import attending_with, in_eval_mode
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import base_of
@@ -181,9 +181,10 @@ class Reader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), as the model itself computes them."""
-        return self._own_logits(hidden).float()
+        return self.own_logits(hidden).float()
 
-    def _own_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits in the data type that the model computes them in."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device).expand(1, len(hidden))
         with modules_return(self.path, DecoderOutput(hidden[None].to(input_device(self.head)))):
             logits: Tensor = self.forward(input_ids=ids, use_cache=False).logits
@@ -262,10 +263,8 @@ class Reader:
         results += [torch.empty_like(targets) for _ in more]
         slice_size = scored_at_once(len(targets), hidden.device.type)
         for low in range(0, len(targets), slice_size):
-            out = self._own_logits(hidden[low : low + slice_size])
-            few = len(out)
-            if out.device.type == "cpu":
-                few = max(1, FLOATS_AT_ONCE // out.shape[-1])
+            out = self.own_logits(hidden[low : low + slice_size])
+            few = rows_at_once(out)
             for start in range(0, len(out), few):
                 logits = out[start : start + few].float()
                 at = slice(low + start, low + start + len(logits))
