@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # commands show their help without torch
@@ -27,7 +28,7 @@ SECONDS_IN_FILE = 60
 
 
 # A context variable, so that threads, and a measurement within another one, have listeners of their own.
-_listening: ContextVar[dict[str, Any]] = ContextVar("listening", default={"stage": ""})
+_listening: ContextVar[Mapping[str, Any]] = ContextVar("listening", default=MappingProxyType({"stage": ""}))
 """The functions to which reports go, by the names that :func:`listen` gives them, and the present stage of the work."""
 
 
@@ -55,7 +56,7 @@ def _report(name: str, *what: Any) -> None:
 @contextlib.contextmanager
 def _with(**changes: Any) -> Iterator[None]:
     """Change what is listening within a ``with`` block; what is None stays as it is."""
-    token = _listening.set(_listening.get() | {name: new for name, new in changes.items() if new is not None})
+    token = _listening.set({**_listening.get(), **{name: new for name, new in changes.items() if new is not None}})
     try:
         yield
     finally:
