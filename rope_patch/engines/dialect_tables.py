@@ -15,7 +15,7 @@ keys of a GGUF file, and ``src/llama-context.cpp``, which reads them; mlx-lm 0.3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,6 +167,7 @@ def table_of_parameters(
     *,
     head_dim: int | None = None,
     config: Mapping[str, Any] | None = None,
+    reasons: Sequence[str] = (),
 ) -> Built:
     """Build the table of one dictionary of ``rope_parameters`` as a program does.
 
@@ -177,6 +178,7 @@ def table_of_parameters(
         dialect: the rules of the program, one of :data:`DIALECTS`.
         head_dim: the number of features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
         config: the whole config, as far as it states a context; by default what is given here.
+        reasons: sentences on what the program read otherwise before; those on the table follow.
 
     Raises:
         RefusesError: the program fails on these parameters.
@@ -188,10 +190,10 @@ def table_of_parameters(
         raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
     if kind in dialect.ignored:
         plain = frequencies.geometric(float(theta), rotary_dim)
-        return Built(plain, 1.0, context, None, (f"it does not read the type {kind}, and computes plain RoPE",))
+        return Built(plain, 1.0, context, None, (*reasons, f"it does not read the type {kind}, and computes plain RoPE"))
     if kind not in dialect.types:
         raise RefusesError(f"it does not know the rope type {kind!r}, and fails on it")
-    reasons: list[str] = []
+    reasons = [*reasons]
     attention = 1.0
     positions = context
     if kind == "yarn":

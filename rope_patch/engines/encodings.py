@@ -10,7 +10,7 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, table_of_parameters
-from rope_patch.methods.longrope import longrope_factors, longrope_parameters
+from rope_patch.methods.longrope import longrope_form
 from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, settings_of
 from rope_patch.patching.encode import change_for_readers, completed
 from rope_patch.patching.locate import Location
@@ -45,8 +45,7 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     known = kind not in (None, "longrope") and (kind != "proportional" or model_type == "gemma4_text")
     if known and all(_reads(name, encoded, table, model_type) for name in SERVING):
         return encoded
-    factors = longrope_factors(table.inv_freq, table.rope_theta)
-    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    _, form = longrope_form(table)
     mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
     return {**table.other_keys, **form, **mscale}
 

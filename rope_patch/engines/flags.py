@@ -83,11 +83,27 @@ class PatchedCheckpoint:
         """Whether the keys of the table stand in the ``text_config`` of the checkpoint."""
         return self.stated.outer_type != self.stated.model_type
 
-    def option(self, name: str, settings: Mapping[str, Any]) -> str:
-        """Return an option that states settings, which reach the text config."""
+    def flags(
+        self, program: str, settings: Mapping[str, Any], parameters: Any, override: str, context: str
+    ) -> Flags:
+        """Return the options of a program that takes settings for the text config, and the context beside them.
+
+        Args:
+            program: the program.
+            settings: the settings.
+            parameters: the ``rope_parameters`` that the program makes of them and of the config.
+            override: the name of the option that takes the settings.
+            context: the name of the option that takes the context.
+
+        Raises:
+            ValueError: as for :meth:`shown_by`.
+        """
+        shown = self.shown_by(program, {**settings, "rope_parameters": parameters})
+        given = settings
         if self.multimodal:
-            settings = {"text_config": settings}
-        return f"{name} {shlex.quote(json.dumps(settings, sort_keys=True))}"
+            given = {"text_config": settings}
+        option = f"{override} {shlex.quote(json.dumps(given, sort_keys=True))}"
+        return Flags(program, (option, f"{context} {self.stated.context}"), settings, shown)
 
     def shown_by(self, program: str, settings: Mapping[str, Any]) -> str:
         """Return how it is known that a program computes the tables from the config with these settings.
@@ -189,20 +205,15 @@ def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
             else:
                 merged[kind] = {**old, **new}
         parameters = merged
-    shown = checkpoint.shown_by("vllm", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--hf-overrides", settings), f"--max-model-len {stated.context}")
-    return Flags("vllm", lines, settings, shown)
+    return checkpoint.flags("vllm", settings, parameters, "--hf-overrides", "--max-model-len")
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
-    stated = checkpoint.stated
     settings = checkpoint.settings()
     parameters = settings["rope_parameters"]
     if not checkpoint.multimodal:  # of a multimodal checkpoint, they take the place of the old
-        parameters = stated.complete["rope_parameters"] | parameters
-    shown = checkpoint.shown_by("sglang", settings | {"rope_parameters": parameters})
-    lines = (checkpoint.option("--json-model-override-args", settings), f"--context-length {stated.context}")
-    return Flags("sglang", lines, settings, shown)
+        parameters = checkpoint.stated.complete["rope_parameters"] | parameters
+    return checkpoint.flags("sglang", settings, parameters, "--json-model-override-args", "--context-length")
 
 
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:

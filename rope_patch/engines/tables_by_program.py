@@ -113,7 +113,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}.get(program, _vllm)
     try:
         layers, moved = _layers_of(program, stated)
-        return Reading({kind: read(program, stated, kind) for kind in stated.tables}, layers, moved)
+        return Reading({kind: read(stated, kind) for kind in stated.tables}, layers, moved)
     except RefusesError as error:
         return Reading(refused=str(error))
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
@@ -127,7 +127,7 @@ def _plain(theta: float, rotary_dim: int, context: int, *reasons: str) -> Built:
 # --- vLLM and SGLang, which load the config through transformers 5 ---------------------------------------------------
 
 
-def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
+def _vllm(stated: StatedConfig, kind: str | None) -> Built:
     parameters = stated.parameters(kind)
     head_dim = stated.head_dim(kind)
     older = parameters.get("type")
@@ -139,7 +139,7 @@ def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
         parameters,
         int(head_dim * share),
         stated.context,
-        DIALECTS[program],
+        DIALECTS["vllm"],
         head_dim=head_dim,
         config=stated.complete,
     )
@@ -153,7 +153,7 @@ _TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
 """Families on which SGLang can rotate a share of a head, which it reads only at the top of config.json."""
 
 
-def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
+def _sglang(stated: StatedConfig, kind: str | None) -> Built:
     parameters = stated.parameters(kind)
     table = stated.tables[kind]
     family = stated.model_type
@@ -161,7 +161,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         return table_of_parameters(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
     if {"attn_factor", "extrapolation_factor"} & set(parameters):
         raise ValueError("it obeys keys of YaRN that transformers does not know")
-    dialect = DIALECTS[program]
+    dialect = DIALECTS["sglang"]
     head_dim = stated.head_dim(kind)
     share = 1.0
     reading = f"it reads no {SHARE}"
@@ -179,8 +179,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if dims != table.rotary_dim:
         reasons.append(f"{reading}, and takes {share:g}")
     if reads_all:
-        built = table_of_parameters(parameters, dims, stated.context, dialect, config=stated.complete)
-        return replace(built, reasons=(*reasons, *built.reasons))
+        return table_of_parameters(parameters, dims, stated.context, dialect, config=stated.complete, reasons=reasons)
     if kind_of(parameters) != "default":
         where = f"{family} models"
         if kind:
@@ -193,7 +192,7 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
 # --- transformers 4, which reads keys at the top of config.json ------------------------------------------------------
 
 
-def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
+def _older(stated: StatedConfig, kind: str | None) -> Built:
     raw = stated.raw
     family = stated.model_type
     scaling = _older_scaling(raw, family)
@@ -213,8 +212,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
                 "top of config.json"
             )
     context = int(raw.get("max_position_embeddings", stated.context))
-    built = table_of_parameters(parameters, dims, context, DIALECTS[program])
-    return replace(built, reasons=(*reasons, *built.reasons))
+    return table_of_parameters(parameters, dims, context, DIALECTS["transformers-4"], reasons=reasons)
 
 
 def _at_the_top(
@@ -295,7 +293,7 @@ _MLX_UNSCALED = ("gemma", "gemma2", "phi", "stablelm", "gpt_neox")
 """Families whose models there read a base, some a share of a head, and no scaling."""
 
 
-def _mlx(program: str, stated: StatedConfig, kind: str | None) -> Built:
+def _mlx(stated: StatedConfig, kind: str | None) -> Built:
     raw = dict(stated.raw)
     family = stated.model_type
     head_dim = stated.head_dim(kind)
@@ -350,14 +348,13 @@ def _mlx_rope(stated: StatedConfig, parameters: Mapping[str, Any], dims: int, re
         parameters[SHARE] = (rotated + rotated % 2 + 0.5) / dims  # an odd number of features is rounded up
     if kind == "yarn" and ("mscale" in parameters) != ("mscale_all_dim" in parameters):
         raise ValueError("it obeys one of mscale and mscale_all_dim without the other")
-    built = table_of_parameters(parameters, dims, stated.context, DIALECTS["mlx"])
-    return replace(built, reasons=(*reasons, *built.reasons))
+    return table_of_parameters(parameters, dims, stated.context, DIALECTS["mlx"], reasons=reasons)
 
 
 # --- llama.cpp, by way of the keys that its converter writes ---------------------------------------------------------
 
 
-def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
+def _llama_cpp(stated: StatedConfig, kind: str | None) -> Built:
     raw = stated.raw
     family = stated.model_type
     context = stated.context
@@ -396,7 +393,7 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
         return _plain(sliding.get("rope_theta", base), stated.head_dim(kind), context, *reasons)
     if family == "phi3":
         return _phi3_converted(full, raw, table, context)
-    dialect = DIALECTS[program]
+    dialect = DIALECTS["llama.cpp"]
     if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # their converter writes factors
         dialect = replace(dialect, types=dialect.types | {"llama3"}, ignored=dialect.ignored - {"llama3"})
         full = {**_LLAMA3, **full}

@@ -19,7 +19,7 @@ from rope_patch.gguf.table import (
     table_pieces,
 )
 from rope_patch.methods import MethodLike, as_method
-from rope_patch.methods.longrope import longrope_factors, longrope_parameters, longrope_table
+from rope_patch.methods.longrope import longrope_form
 from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
@@ -182,11 +182,9 @@ def _base(table: RotaryTable) -> RotaryTable:
         return replace(table.plain(), original_max_position_embeddings=None)
     if table.rope_type in ("linear", "yarn"):
         return table
-    factors = longrope_factors(table.inv_freq, table.rope_theta)
-    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    rebuilt, form = longrope_form(table)
     if table.original_max_position_embeddings is not None:
         form["original_max_position_embeddings"] = table.original_max_position_embeddings
-    rebuilt = longrope_table(table.rope_theta, factors)
     base = table.becomes(rebuilt, rope_parameters=form)
     return replace(base, original_max_position_embeddings=form["original_max_position_embeddings"])
 

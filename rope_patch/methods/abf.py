@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rope_patch.frequencies import (
-    geometric,
-)
+from rope_patch.frequencies import geometric
 from rope_patch.methods.method import Method, number
 from rope_patch.methods.scaling import restated
 from rope_patch.tables import RotaryTable

@@ -50,11 +50,6 @@ class Llama3(Scaling, name="llama3"):
     own_types: ClassVar[tuple[str, ...]] = ("llama3",)
     ends: ClassVar[tuple[str, ...]] = ("high_freq_factor", "low_freq_factor")
 
-    @property
-    def given_context(self) -> int | None:
-        """The given ``original_max_position_embeddings``."""
-        return self.original_max_position_embeddings
-
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""
         plain = geometric(table.rope_theta, table.rotary_dim)

@@ -140,6 +140,13 @@ def longrope_parameters(factors: Sequence[float], table: RotaryTable, *, attenti
     return form
 
 
+def longrope_form(table: RotaryTable) -> tuple[InvFreq, dict[str, Any]]:
+    """Return a table as it is rebuilt from its longrope factors, and the longrope parameters that state it."""
+    factors = longrope_factors(table.inv_freq, table.rope_theta)
+    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    return longrope_table(table.rope_theta, factors), form
+
+
 def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
     """Raise ValueError unless a list, if given, has one number for each pair of a table."""
     if values is not None and len(values) != table.pairs:

@@ -8,9 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_patch.frequencies import (
-    geometric,
-)
+from rope_patch.frequencies import geometric
 from rope_patch.methods.method import Method, number
 from rope_patch.tables import RotaryTable
 

@@ -88,7 +88,8 @@ class Scaling(Method):
     @property
     def given_context(self) -> int | None:
         """The context before the scaling, where the method has a parameter for it and it is given [tokens]."""
-        return None
+        given: int | None = getattr(self, ORIGINAL, None)
+        return given
 
     @property
     def needs_target(self) -> bool:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rope_patch.frequencies import (
-    table_of,
-)
+from rope_patch.frequencies import table_of
 from rope_patch.methods.longrope import PerPair, check_count
 from rope_patch.methods.method import number
 from rope_patch.tables import RotaryTable

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope_patch.frequencies import (
-    offset_frequency_bound,
-)
+from rope_patch.frequencies import offset_frequency_bound
 from rope_patch.methods.method import Method, number
 from rope_patch.tables import RotaryTable
 

@@ -104,11 +104,6 @@ class ByTurns(Scaling):
     recomputes: ClassVar[bool] = True
     ends: ClassVar[tuple[str, ...]] = ("beta_fast", "beta_slow")
 
-    @property
-    def given_context(self) -> int | None:
-        """The given ``original_max_position_embeddings``."""
-        return self.original_max_position_embeddings
-
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a base with which the number of turns does not fall from pair to pair."""
         if table.rope_theta <= 1:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, number, option, path, tokens
-from rope_patch.options.shared import Machine, Patching
+from rope_patch.options.fields import contained, number, option, path, tokens
+from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 TOKENS = 16384
 """Number of tokens that the statistics read at most by default."""
@@ -29,7 +29,7 @@ def read_head(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class AnalyzeOptions(OptionSet, command="analyze"):
+class AnalyzeOptions(CommandOptions, command="analyze"):
     """Analyze how the attention heads of a model use its rotary table, and what p-RoPE would take from them.
 
     It finds positional heads, features with outliers, and attention sinks. It writes ``analysis.json``,
@@ -81,5 +81,3 @@ class AnalyzeOptions(OptionSet, command="analyze"):
     output: Path = shared.output("rope-patch-analysis")
     machine: Machine = contained(Machine)
     report: bool = shared.report()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, flag, path, word
-from rope_patch.options.shared import Patching
+from rope_patch.options.fields import contained, flag, path, word
+from rope_patch.options.shared import CommandOptions, ImportOptions, Patching
 
 
 @dataclass(frozen=True)
-class ApplyOptions(OptionSet, command="apply"):
+class ApplyOptions(CommandOptions, command="apply"):
     """Write a copy of a checkpoint with patched rotary tables, which transformers loads without this package.
 
     Only the config changes. The weights are copied byte for byte and never loaded. If MODEL is a GGUF file, the output
@@ -44,12 +44,10 @@ class ApplyOptions(OptionSet, command="apply"):
     patching: Patching = contained(Patching)
     replace: bool = flag("If the model is patched already, replace that patch; without this, it is an error.")
     force: bool = shared.force()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
 
 
 @dataclass(frozen=True)
-class RestoreOptions(OptionSet, command="restore"):
+class RestoreOptions(ImportOptions, command="restore"):
     """Write a copy of a patched checkpoint with the rotary tables that it had before the patch.
 
     A GGUF file is not restored: its patch was written into a copy.
@@ -62,11 +60,10 @@ class RestoreOptions(OptionSet, command="restore"):
     )
     output: Path = shared.new_output()
     force: bool = shared.force()
-    imports: tuple[str, ...] = shared.imports()
 
 
 @dataclass(frozen=True)
-class DoctorOptions(OptionSet, command="doctor"):
+class DoctorOptions(CommandOptions, command="doctor"):
     """Check any checkpoint: is the rotary table that is used the one that is meant? Also in other programs.
 
     The table that transformers computes is compared with the config and with the patch record, if there is one; the
@@ -106,8 +103,6 @@ class DoctorOptions(OptionSet, command="doctor"):
     output: Path | None = path(
         "With --repair: the folder to write, which must be new or empty.", None, metavar="FOLDER", short=("-o",)
     )
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, contained, number, tokens, whole, word
-from rope_patch.options.shared import Machine, Patching
+from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 DEFAULT_HAYSTACK = "noise"
 """The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
@@ -140,7 +140,7 @@ class EvalSpec(OptionSet):
 
 
 @dataclass(frozen=True)
-class CompareOptions(OptionSet, command="compare"):
+class CompareOptions(CommandOptions, command="compare"):
     """Compare methods on one model: perplexity by position in the text, and retrieval by prompt length.
 
     Every method reads the same texts and prompts. The command writes ``comparison.json`` and ``report.html``. If it is
@@ -156,5 +156,3 @@ class CompareOptions(OptionSet, command="compare"):
     patching: Patching = contained(Patching, without=("target_length",))
     machine: Machine = contained(Machine)
     report: bool = shared.report()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()

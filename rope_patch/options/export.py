@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, path, word
-from rope_patch.options.shared import DTYPES, Patching
+from rope_patch.options.fields import contained, path, word
+from rope_patch.options.shared import DTYPES, CommandOptions, Patching
 
 
 @dataclass(frozen=True)
-class ExportOptions(OptionSet, command="export"):
+class ExportOptions(CommandOptions, command="export"):
     """Write a checkpoint so that another engine runs it with the same rotary tables, or explain why it cannot.
 
     The weights are copied, an adapter is merged into them, and those of a GGUF file are dequantized. What is written
@@ -45,5 +45,3 @@ class ExportOptions(OptionSet, command="export"):
         choices=DTYPES,
     )
     force: bool = shared.force()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()

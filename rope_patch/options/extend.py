@@ -8,7 +8,7 @@ from pathlib import Path
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, number, path, tokens, whole, word
-from rope_patch.options.shared import Machine
+from rope_patch.options.shared import CommandOptions, Machine
 
 CANDIDATES = (
     *("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "yarn:attention_factor=1"),
@@ -88,7 +88,7 @@ class ExtendSettings(OptionSet):
 
 
 @dataclass(frozen=True)
-class ExtendOptions(OptionSet, command="extend"):
+class ExtendOptions(CommandOptions, command="extend"):
     """Bring a checkpoint to a longer context: measure methods, choose one, write the checkpoint and check it.
 
     All candidates are measured on little text, the better half on more, until one is ahead. The output folder is a
@@ -115,5 +115,3 @@ class ExtendOptions(OptionSet, command="extend"):
     )
     force: bool = shared.force()
     report: bool = shared.report()
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()

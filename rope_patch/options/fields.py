@@ -271,7 +271,8 @@ def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) ->
         without: the fields that are left out.
         **values: defaults that differ from those of the class.
     """
-    for member in fields(kind):
+    # Options that commands inherit come first in `fields`, and last in the help.
+    for member in sorted(fields(kind), key=lambda one: one.kw_only is True):
         metadata = member.metadata
         if member.name in without:
             continue

@@ -9,7 +9,7 @@ from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, whole, word
 from rope_patch.options.plan import ALL_LINEAR
-from rope_patch.options.shared import Patching
+from rope_patch.options.shared import ImportOptions, Patching
 
 PRECISIONS = ("bfloat16", "float16", "float32")
 
@@ -254,7 +254,7 @@ class RecipeOptions(OptionSet):
 
 
 @dataclass(frozen=True)
-class FinetuneOptions(OptionSet, command="finetune"):
+class FinetuneOptions(ImportOptions, command="finetune"):
     """Fine-tune a patched checkpoint at a longer context with LoRA or QLoRA.
 
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
@@ -282,4 +282,3 @@ class FinetuneOptions(OptionSet, command="finetune"):
     restart: bool = flag("Delete an earlier run in the output folder and start again.")
     gpu_memory: float = shared.gpu_memory()
     threads: int | None = whole("The number of CPU threads. If it is not given, PyTorch decides.", None, least=1)
-    imports: tuple[str, ...] = shared.imports()

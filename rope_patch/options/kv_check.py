@@ -9,7 +9,7 @@ from pathlib import Path
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, number, whole, word
-from rope_patch.options.shared import Machine, Patching
+from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Limits(OptionSet):
 
 
 @dataclass(frozen=True)
-class KvCheckOptions(OptionSet, command="kv-check"):
+class KvCheckOptions(CommandOptions, command="kv-check"):
     """Check which formats of a quantized KV cache a model works with, under which methods, and where errors come from.
 
     Writes ``kv-check.json`` and ``kv-check.html``. The caches are simulated: values are rounded
@@ -74,6 +74,4 @@ class KvCheckOptions(OptionSet, command="kv-check"):
     patching: Patching = contained(Patching, without=("target_length",))
     machine: Machine = contained(Machine)
     report: bool = flag("Write the HTML report.", True)
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
     listed: bool = flag("List the cache formats, their sources and how to write one, and do nothing else.", name="list")

@@ -154,9 +154,19 @@ def report() -> Any:
     return flag("Write the HTML report and its figures. It needs matplotlib: pip install 'rope_patch[plots]'.", True)
 
 
-def imports() -> Any:
-    """Return the field for modules of the user's own, which are imported before any other option is read."""
-    return word(
+def as_json() -> Any:
+    """Return the field for whether the result is printed as JSON."""
+    return flag("Print the result as JSON, for use in scripts.", name="json")
+
+
+# --- what commands begin with ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(OptionSet):
+    """The option of a command that takes modules of the user's own, which are imported before it reads any other."""
+
+    imports: tuple[str, ...] = word(
         "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats: "
         "docs/your-own.md has one of each. Repeat it for more.",
         (),
@@ -166,6 +176,8 @@ def imports() -> Any:
     )
 
 
-def as_json() -> Any:
-    """Return the field for whether the result is printed as JSON."""
-    return flag("Print the result as JSON, for use in scripts.", name="json")
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(ImportOptions):
+    """The options of a command that also prints its result as JSON."""
+
+    as_json: bool = as_json()

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, flag, path, whole, word
+from rope_patch.options.shared import CommandOptions
 
 
 @dataclass(frozen=True)
-class MethodsOptions(OptionSet, command="methods"):
+class MethodsOptions(CommandOptions, command="methods"):
     """List the methods that change a rotary table, with their parameters and defaults."""
-
-    imports: tuple[str, ...] = shared.imports()
-    as_json: bool = shared.as_json()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.utils.generic import flatten_dict
 from rope_patch import frequencies
 from rope_patch.methods import Method, Scaling
 from rope_patch.methods.already_scaled import ORIGINAL, context_before, context_reached
-from rope_patch.methods.longrope import longrope_factors, longrope_parameters, longrope_table
+from rope_patch.methods.longrope import longrope_form
 from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, encoding_of, settings_of
 from rope_patch.patching.locate import Location
 from rope_patch.patching.older_keys import ROPE_TYPES
@@ -250,9 +250,8 @@ def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
             yield replace(table, rope_parameters={k: v for k, v in native.items() if k not in table.other_keys})
     # The longrope form divides each pair by a factor of its own, so it states any table. The last bits follow from the
     # factors: the table is computed from them as the loader does it, and then compared with `torch.equal`.
-    factors = longrope_factors(table.inv_freq, table.rope_theta)
-    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
-    inv_freq = frequencies.zero_unrotated(longrope_table(table.rope_theta, factors))
+    rebuilt, form = longrope_form(table)
+    inv_freq = frequencies.zero_unrotated(rebuilt)
     scaling = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
     # Phi-MoE insists on short_mscale and long_mscale, even if they are 1.
     for own in (table.other_keys, {}, scaling):

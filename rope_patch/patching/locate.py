@@ -214,13 +214,6 @@ class Location:
                 "rotary settings: a factor is the new context over the stated one"
             )
 
-    @property
-    def keeps_float32(self) -> bool:
-        """Whether the original module always returns float32 (OLMo's), or casts to the model's dtype (Llama's)."""
-        # It is called, because no attribute or config says this.
-        returned = call(self.rebuilt, next(iter(self.tables)), _POSITIONS[:, :1], torch.bfloat16)
-        return self.layout.parts(returned)[0].dtype == torch.float32
-
     @cached_property
     def probe(self) -> Probe:
         """What a copy of the model without weights shows; a probe of an equal model is used again."""
@@ -453,8 +446,7 @@ def _check_kind(location: Location, table: RotaryTable, inv_freq: Tensor) -> Non
     if learned:
         raise ValueError(f"the weights file holds a part of its table, {', '.join(learned)}, which no config states")
     returned = call(location.rebuilt, table.layer_type, positions)
-    angles = positions[..., None].float() * inv_freq
-    if not fits(location.layout, returned, angles[None], table.attention_scaling):
+    if not fits(location.layout, returned, positions[..., None].float() * inv_freq, table.attention_scaling):
         raise ValueError("its cos and sin are another function of the position, or in another layout")
 
 

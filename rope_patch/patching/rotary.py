@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,10 +40,10 @@ def scaling_of(module: nn.Module, layer_type: str | None) -> float:
     return float(getattr(module, name))
 
 
-def call(module: nn.Module, layer_type: str | None, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    """Return what a rotary module, original or patched, returns for a model that computes in ``dtype``."""
+def call(module: nn.Module, layer_type: str | None, position_ids: Tensor) -> Any:
+    """Return what a rotary module, original or patched, returns for a model that computes in float32."""
     # Rotary modules take from x its dtype and device alone.
-    x = torch.zeros(1, dtype=dtype, device=position_ids.device)
+    x = torch.zeros(1, dtype=torch.float32, device=position_ids.device)
     if layer_type is None:
         return module(x, position_ids)
     return module(x, position_ids, layer_type=layer_type)
@@ -56,12 +57,9 @@ class RotaryLayout:
         features: the order of the features: ``halves`` has all pairs and then all again (Llama), ``neighbours`` each
             pair twice (Cohere), ``once`` each pair once (gpt-oss), ``complex`` one complex number for each pair
             (Llama 4).
-        axes: number of position axes between which the features are divided (Qwen-VL: 3); 1 if a token has one
-            position.
     """
 
     features: str = HALVES
-    axes: int = 1
 
     def parts(self, returned: Any) -> tuple[Tensor, Tensor]:
         """Return cos and sin from what a rotary module returned, in the layout of the module."""
@@ -156,91 +154,64 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     table = torch.linspace(1.0, 0.5, pairs, dtype=torch.float32, device="cpu")
     x = torch.zeros(1, dtype=torch.float32, device="cpu")
     steps = torch.tensor([[0, 1, 2, 5]], device="cpu")
-    try:
-        forward = OriginalForward(original)
-        returned = forward(x, steps, layer_type, table, 1.0)
-        angles = steps[..., None].float() * table
+    with contextlib.suppress(Exception):  # a rotary module of another kind may take or return something else
+        returned = OriginalForward(original)(x, steps, layer_type, table, 1.0)
         for features in (HALVES, NEIGHBOURS, ONCE, COMPLEX):
-            if fits(RotaryLayout(features), returned, angles[None]):
-                break
-        else:
-            return RotaryLayout()
-    except Exception:  # another family of rotary modules, whose forward pass takes or returns something else
-        return RotaryLayout()
-    for axes in (2, 3, 4):
-        # Every axis has other positions, so that the result tells which axis each feature takes its position from.
-        several = steps + 7 * torch.arange(axes, device="cpu")[:, None, None]
-        try:
-            returned = forward(x, several, layer_type, table, 1.0)
-            if fits(RotaryLayout(features), returned, several[..., None].float() * table):
-                return RotaryLayout(features, axes)
-        except Exception:  # a module of another number of axes cannot expand these positions
-            continue
-    return RotaryLayout(features)
+            if fits(RotaryLayout(features), returned, steps[..., None].float() * table):
+                return RotaryLayout(features)
+    return RotaryLayout()
 
 
 def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1.0) -> bool:
-    """Tell whether a rotary module returned cos and sin of angles in a layout, each feature's on one of the axes.
+    """Tell whether a rotary module returned cos and sin of angles in a layout.
 
     Args:
         layout: the layout that is tried.
         returned: the value that the module returned.
-        angles: (axes, batch, tokens, pairs) expected angles [rad].
+        angles: (batch, tokens, pairs) expected angles [rad].
         scaling: factor on cos and sin.
     """
     if isinstance(returned, Tensor) and layout.features != COMPLEX:  # a tensor of two rows would come apart into two
         return False
-    right = torch.ones((), dtype=torch.bool, device="cpu")
     spread = layout.spread(angles)
     for got, want in zip(layout.parts(returned), (spread.cos() * scaling, spread.sin() * scaling), strict=True):
-        if got.shape != want.shape[1:]:
+        if got.shape != want.shape or not torch.allclose(got.float(), want, atol=1e-5):
             return False
-        right = right & torch.isclose(got.float(), want, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
-    return bool(right.any(0).all())
+    return True
 
 
 # --- the module that takes their place -------------------------------------------------------------------------------
 
 
 class PatchedRotary(nn.Module):
-    """The rotary module that is swapped in. It does the original arithmetic over tables that nothing can change.
+    """The rotary module that is swapped in. It runs the original forward pass over tables that nothing can change.
 
     The original ``inv_freq`` is a buffer, which casts, ``to_empty``, sharding and re-initialisation corrupt in silence.
     In this module a table is a tuple of Python numbers; the tensor of them is cached per device, and is neither buffer
     nor parameter. It is called as the original modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos,
-    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table. If a
-    family lays out cos and sin in another way than Llama, or has several position axes, its own forward pass is run.
+    sin)``, and the code of the family runs in it: ``torch.equal`` for an equal table, in its layout, on its position
+    axes and in its dtype.
 
     Args:
         tables: tables by layer type; a single one under None on a model with one table for all layers.
         original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
         layout: the layout in which the original returns cos and sin.
-        keep_float32: whether to return float32 whatever the model's dtype is, as the original of OLMo and ERNIE 4.5
-            does.
 
     Attributes:
         layout: the layout in which cos and sin are returned.
-        by_original: the forward pass of the original, which is run unless the layout is that of Llama; then it is None.
+        by_original: the forward pass of the original.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str | None, RotaryTable],
-        original: nn.Module,
-        *,
-        layout: RotaryLayout,
-        keep_float32: bool = False,
-    ) -> None:
+    def __init__(self, tables: Mapping[str | None, RotaryTable], original: nn.Module, *, layout: RotaryLayout) -> None:
         super().__init__()
         self.tables = dict(tables)
-        self.keep_float32 = keep_float32
         self.config = original.config
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
         self._original = (original,)
         self.layout = layout
-        self.by_original = None if layout == RotaryLayout() else OriginalForward(original)
+        self.by_original = OriginalForward(original)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
@@ -280,9 +251,7 @@ class PatchedRotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
-
-        In another :class:`RotaryLayout` than Llama's, what the original module would return is returned.
+        """Return what the original module would return if it held the table: mostly cos and sin.
 
         Args:
             x: any tensor with the dtype and the device of the result.
@@ -290,19 +259,7 @@ class PatchedRotary(nn.Module):
             layer_type: layer type whose table is used, on a model with several tables.
         """
         inv_freq = self.table(layer_type, x.device)
-        scaling = self.tables[layer_type].attention_scaling
-        if self.by_original is not None:
-            return self.by_original(x, position_ids, layer_type, inv_freq, scaling)
-        angles = position_ids[..., None].float() * inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        cos = angles.cos()
-        sin = angles.sin()
-        # Most tables have a factor of 1, for which two multiplications in each forward pass are saved.
-        if scaling != 1.0:
-            cos = cos * scaling
-            sin = sin * scaling
-        dtype = torch.float32 if self.keep_float32 else x.dtype
-        return cos.to(dtype), sin.to(dtype)
+        return self.by_original(x, position_ids, layer_type, inv_freq, self.tables[layer_type].attention_scaling)
 
     def __getstate__(self) -> dict[str, Any]:
         # A cached tensor may be on a device that the reading machine does not have.

@@ -13,6 +13,7 @@ import glob
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,23 +28,20 @@ NO_ROOM = 2**16
 
 CONFIG_FILES = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
-_FOLDERS = {
-    "config.json": "a folder with config.json",
-    "adapter_config.json": "an adapter's folder with adapter_config.json",
-}
 
+_ADAPTER = ("adapter_config.json", "adapter_model.*")
 # By the config that arrives: what a loader would prefer to the new weights, or mix with them. Old configs come first,
 # so that a folder between two checkpoints does not load. An adapter leaves the base model beside it alone.
 _STALE_PATTERNS = {
     "config.json": (
-        *CONFIG_FILES,
+        "config.json",
+        *_ADAPTER,
         "model.*safetensors*",
         "model-*-of-*.safetensors",
         "pytorch_model*.bin*",
-        "adapter_model.*",
         "rope_patch.json",
     ),
-    "adapter_config.json": ("adapter_config.json", "adapter_model.*"),
+    "adapter_config.json": _ADAPTER,
 }
 
 
@@ -66,11 +64,10 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
         FileNotFoundError: there is no such GGUF file.
     """
     path = Path(source)
-    name = str(source)
-    kinds = [_FOLDERS[config] for config in configs]
+    expected = f"a folder with {' or '.join(configs)}, "
     if CONFIG_FILES[0] in configs:
-        kinds.append("a GGUF file")
-    expected = f"{', '.join(kinds)}, or a hub id such as org/name"
+        expected += "a GGUF file, "
+    expected += "or a hub id such as org/name"
     if path.is_dir():
         if not any((path / config).is_file() for config in configs):
             below = [str(file.parent) for config in configs for file in sorted(path.glob(f"*/{config}"))]
@@ -83,7 +80,7 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIG_FILES) -> N
             raise ValueError(f"{source} is a GGUF file: give {expected}")
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
-    elif not re.fullmatch(r"[^.~/\\][^/\\]*/[^/\\]+", name) or Path(name.partition("/")[0]).is_dir():
+    elif not re.fullmatch(r"[^.~/\\][^/\\]*/[^/\\]+", str(source)) or path.parent.is_dir():
         raise ValueError(f"no folder {source}: give {expected}")
 
 
@@ -122,10 +119,9 @@ def naming(out: Path) -> Iterator[None]:
     except Exception as error:
         number = getattr(error, "errno", None)
         filename = str(getattr(error, "filename", None))
-        if not isinstance(error, OSError | ValueError | TypeError) and (
-            # safetensors deletes what it has written, so that there is room again.
-            os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(out.parent).free < NO_ROOM
-        ):
+        # safetensors says it in a text, and deletes what it has written; torch only says that a write failed.
+        torch_fails = isinstance(error, RuntimeError) and shutil.disk_usage(out.parent).free < NO_ROOM
+        if torch_fails or os.strerror(errno.ENOSPC) in str(error):
             number = errno.ENOSPC
         if number in (errno.ENOSPC, errno.EDQUOT) or (number is not None and HIDDEN_MARK in filename):
             raise OSError(number, os.strerror(number), str(out)) from error
@@ -173,18 +169,17 @@ def locked_output(out: str | Path) -> Iterator[Path]:
         out: the file or folder; new parent folders that are empty at the end are deleted.
 
     Yields:
-        A path on the same disk for what is written so far, with nothing there.
+        The path of the lock, in a folder on the same disk. What else has its name, but another ending, is temporary.
 
     Raises:
         BlockingIOError: another process is writing the output.
         OSError: the place cannot be written.
     """
     out = real_path(out)
+    path = out.with_name(f".{out.name}{HIDDEN_MARK}.lock")
     # A rename works within one disk, and needs a parent folder in which this user may write.
-    within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
-    prefix = out / HIDDEN_MARK if within else out.with_name(f".{out.name}{HIDDEN_MARK}")
-    temporary = prefix.with_name(f"{prefix.name}.tmp")
-    path = prefix.with_name(f"{prefix.name}.lock")
+    if out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK)):
+        path = out / f"{HIDDEN_MARK}.lock"
     # One lock object for each path: a nested claim in the same thread counts it up, instead of being refused.
     lock = FileLock(path, timeout=0, is_singleton=True)
     with _parents(out), naming(out):
@@ -197,10 +192,10 @@ def locked_output(out: str | Path) -> Iterator[Path]:
             if first:
                 # What a killed process left behind, of the output itself and of small files within it. Not in a nested
                 # claim of the same output: there these files are in use.
-                for left in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
+                for left in (*path.parent.glob(f"{glob.escape(path.stem)}.*"), *out.glob(f".*{HIDDEN_MARK}.tmp")):
                     if left != path:
                         remove(left)
-            yield temporary
+            yield path
         finally:
             if first:
                 with contextlib.suppress(OSError):  # Windows deletes no open file; filelock does so after the release
@@ -222,6 +217,22 @@ def _parents(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def scratch_folder(out: str | Path) -> Iterator[Path]:
+    """Give a temporary folder on the disk of ``out``; it is deleted at the end, or by the next run after a kill.
+
+    Args:
+        out: the file or folder that is written in the same block; its lock is held meanwhile.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+        OSError: the place cannot be written.
+    """
+    # A name that begins like that of the lock, by which the next claim finds it after a kill.
+    with locked_output(out) as lock, tempfile.TemporaryDirectory(prefix=f"{lock.stem}.", dir=lock.parent) as scratch:
+        yield Path(scratch)
+
+
+@contextlib.contextmanager
 def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary path to write to; at the end it becomes ``out``, or vanishes after an error.
 
@@ -230,14 +241,11 @@ def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    with locked_output(out) as temporary:
+    with scratch_folder(out) as scratch:
         if out.exists() and not overwrite:
             raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
-        try:
-            yield temporary
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
+        yield scratch / out.name
+        os.replace(scratch / out.name, out)
 
 
 @contextlib.contextmanager
@@ -259,46 +267,18 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
         OSError: the place cannot be written.
     """
     out = real_path(out)
-    exists = out.exists()
-    if exists and not out.is_dir():
+    if out.is_file():
         raise NotADirectoryError(f"{out} is a file: give a folder to save into")
-    if exists and not os.access(out, os.W_OK):
-        raise PermissionError(f"cannot write into {out}: choose another output folder")
-    with locked_output(out) as temporary:
+    with scratch_folder(out) as scratch:
         if not overwrite and holds_files(out):
             raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
-        temporary.mkdir()
-        try:
-            yield temporary
-            if exists:
-                _move_into(temporary, out)
-            elif out.exists():
-                raise FileExistsError(f"{out} was made by another process meanwhile: give another output folder")
-            else:
-                os.replace(temporary, out)
-        finally:
-            remove(temporary)
-
-
-@contextlib.contextmanager
-def scratch_folder(out: Path) -> Iterator[Path]:
-    """Give a temporary folder on the disk of ``out``; it is deleted at the end, or by the next run after a kill.
-
-    Args:
-        out: the file or folder that is written in the same block; its lock is held meanwhile.
-
-    Raises:
-        BlockingIOError: another process is writing it.
-        OSError: the place cannot be written.
-    """
-    with locked_output(out) as temporary:
-        # A name that begins like that of the output, by which the next claim finds it after a kill.
-        scratch = temporary.with_suffix(".scratch")
-        scratch.mkdir()
-        try:
-            yield scratch
-        finally:
-            remove(scratch)
+        folder = scratch / "new"
+        folder.mkdir()
+        yield folder
+        if out.exists():
+            _move_into(folder, out)
+        else:
+            os.replace(folder, out)
 
 
 @contextlib.contextmanager
@@ -344,9 +324,9 @@ def _move_into(source: Path, out: Path) -> None:
         FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
     """
     # What is replaced is kept beside until everything is in its place, so that it can be put back.
-    old = source.with_suffix(".old")
-    arriving = [config for config in CONFIG_FILES if (source / config).exists()]
-    stale = [path for config in arriving[:1] for pattern in _STALE_PATTERNS[config] for path in out.glob(pattern)]
+    old = source.with_name("old")
+    patterns = next((patterns for config, patterns in _STALE_PATTERNS.items() if (source / config).exists()), ())
+    stale = [path for pattern in patterns for path in out.glob(pattern)]
     moves = [(path, old / path.name) for path in stale]
     # Weights come first, then the JSON files that list them, and the configs last: until then the folder does not load.
     new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIG_FILES, path.suffix == ".json", path.name))
@@ -370,5 +350,3 @@ def _move_into(source: Path, out: Path) -> None:
                 with contextlib.suppress(FileNotFoundError):  # or somebody else deleted it
                     os.replace(end, start)
         raise
-    finally:
-        remove(old)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # commands show their help without torch
@@ -27,49 +27,40 @@ SECONDS_IN_FILE = 60
 """Time between two lines of a bar that is written to a file [s]."""
 
 
-def _nothing(*report: object) -> None:
-    """Take a report where nobody listens."""
-
-
-@dataclass(frozen=True)
-class _Listener:
-    """The functions to which reports go, and the name of the present stage of the work."""
-
-    on_tokens: Callable[[str, int], object] = _nothing
-    on_more: Callable[[int], object] = _nothing
-    on_sentence: Callable[[str], object] = _nothing
-    stage: str = ""
-
-
-_NOBODY = _Listener()
 # A context variable, so that threads, and a measurement within another one, have listeners of their own.
-_listener: ContextVar[_Listener] = ContextVar("listener", default=_NOBODY)
+_listening: ContextVar[Mapping[str, Any]] = ContextVar("listening", default=MappingProxyType({"stage": ""}))
+"""The functions to which reports go, by the names that :func:`listen` gives them, and the present stage of the work."""
 
 
 def advance(tokens: int) -> None:
     """Report that a number of tokens was done since the last call, under the present stage."""
-    listener = _listener.get()
-    listener.on_tokens(listener.stage, tokens)
+    _report("on_tokens", _listening.get()["stage"], tokens)
 
 
 def more(tokens: int) -> None:
     """Report that a number of tokens will be done in addition; below 0, that results are there without reading."""
-    _listener.get().on_more(tokens)
+    _report("on_more", tokens)
 
 
 def say(sentence: str) -> None:
     """Report a step of the work in a sentence."""
-    _listener.get().on_sentence(sentence)
+    _report("on_sentence", sentence)
+
+
+def _report(name: str, *what: Any) -> None:
+    listening = _listening.get()
+    if name in listening:
+        listening[name](*what)
 
 
 @contextlib.contextmanager
 def _with(**changes: Any) -> Iterator[None]:
-    """Change the listener within a ``with`` block."""
-    token = _listener.set(replace(_listener.get(), **changes))
+    """Change what is listening within a ``with`` block; what is None stays as it is."""
+    token = _listening.set({**_listening.get(), **{name: new for name, new in changes.items() if new is not None}})
     try:
         yield
     finally:
-        _listener.reset(token)
+        _listening.reset(token)
 
 
 def stage(name: str) -> AbstractContextManager[None]:
@@ -92,8 +83,7 @@ def listen(
             results are there without reading.
         on_sentence: the function that is called with a sentence about each step.
     """
-    given = {"on_tokens": on_tokens, "on_more": on_more, "on_sentence": on_sentence}
-    return _with(**{name: function for name, function in given.items() if function is not None})
+    return _with(on_tokens=on_tokens, on_more=on_more, on_sentence=on_sentence)
 
 
 @contextlib.contextmanager
@@ -116,8 +106,8 @@ def work(tokens: int, *, reads: int | None = None) -> Iterator[None]:
         [2, 7, 1]
     """
     read = reported = 0
-    outer = _listener.get().on_tokens
-    if outer is _nothing:
+    outer = _listening.get().get("on_tokens")
+    if outer is None:
         yield
         return
 
@@ -145,7 +135,7 @@ def forward_pass(decoder: nn.Module, tokens: int) -> Iterator[None]:
         tokens: number of tokens that the pass reads, over all rows [tokens].
     """
     layers: Any = getattr(decoder, "layers", ())
-    if _listener.get().on_tokens is _nothing:  # of a pass over one token, hooks are a part that shows
+    if "on_tokens" not in _listening.get():  # of a pass over one token, hooks are a part that shows
         yield
         return
     # The stack removes the hooks again, even if the pass raises.

@@ -9,7 +9,7 @@ import torch
 from support.patches import edit_json, module_of, patched_model
 from support.round_trip import assert_round_trip
 from support.subsets import full
-from support.tiny import LLAMA3, SIZE, ids, logits, tiny_config, tiny_model
+from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -17,7 +17,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
 from rope_patch.checkpoints.model_without_weights import model_without_weights
@@ -79,27 +78,6 @@ def test_a_model_in_inference_mode_and_one_without_weights():
 # --- what the model asks of its rotary embedding ----------------------------------------------------------------------
 
 
-class SummedAxes(LlamaRotaryEmbedding):
-    """Adds up the positions of three axes: its angles are those of no single one."""
-
-    def __call__(self, x, position_ids):
-        return super().__call__(x, torch.stack((position_ids, 0 * position_ids, 0 * position_ids)))
-
-    def forward(self, x, position_ids):
-        return super().forward(x, position_ids.sum(0) if position_ids.ndim == 3 else position_ids)
-
-
-class SummedForCausalLM(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.rotary_emb = SummedAxes(config)
-
-
-def test_position_axes_that_are_mixed_are_refused():
-    model = SummedForCausalLM(tiny_config("llama")).eval()
-    refused(model, "another kind")
-
-
 def test_a_family_that_keeps_float32_is_kept_in_float32(tmp_path):
     """OLMo's cos and sin are float32 whatever the model computes in; cast as Llama's are, its logits moved by 3 %."""
     tiny_model("olmo2").save_pretrained(tmp_path / "base")
@@ -111,7 +89,9 @@ def test_a_family_that_keeps_float32_is_kept_in_float32(tmp_path):
     rope_patch.save(model, tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(logits(plain), logits(model))
-    assert not module_of(patched_model("p_rope")).keep_float32 and module_of(model).keep_float32
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    for patched, dtype in ((patched_model("p_rope"), torch.bfloat16), (model, torch.float32)):
+        assert {part.dtype for part in module_of(patched)(x, torch.arange(4)[None])} == {dtype}
 
 
 def test_two_readers_of_one_config_are_refused():

@@ -75,12 +75,6 @@ PATCHING = (
         "if isinstance(cached, Tensor):  #",
     ),
     Mutation(
-        "cos_and_sin_are_rounded_where_the_family_keeps_float32",
-        "rope_patch/patching/rotary.py",
-        "dtype = torch.float32 if self.keep_float32 else x.dtype",
-        "dtype = x.dtype",
-    ),
-    Mutation(
         "config_shares_its_settings_with_the_record",
         "rope_patch/patching/config_settings.py",
         "setattr(config, key, copy.deepcopy(value))",
