@@ -1,22 +1,18 @@
-"""``rope-patch export``: parsing and printing only; modules that are slow to import are imported inside functions."""
+"""``rope-patch export``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import print_json
+from rope_patch.engines import export as write
 from rope_patch.options.export import ExportOptions
+from rope_patch.runtime.folders import check_source
 
 
-def export(words: Sequence[str]) -> None:
-    """Run ``rope-patch export`` with the words that follow it."""
-    options = parse_words(ExportOptions, words)
-    from rope_patch.engines import export as write
-    from rope_patch.runtime.folders import check_source
-
+def export(options: ExportOptions) -> None:
+    """Run ``rope-patch export`` with its options."""
     check_source(options.model)
     written = write(
         options.model,
