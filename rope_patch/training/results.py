@@ -27,32 +27,32 @@ from rope_patch.training.trainer import LongTrainer
 
 CARD_TEMPLATE = """---
 {head}---
-# {model}, {patch}, {length} tokens
+# {options.model.name}, {patch}, {results[target_length]} tokens
 
 ```python
 import rope_patch
 
-model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
+model = rope_patch.load("THIS FOLDER", dtype="{options.model.dtype}")
 ```
 {warning}
 ## Scores
 
 {scores}
 
-Retrieval: exact match of greedy decoding on {asked} {task} prompts per length. Perplexity: by position, over {windows}
-windows of {text}. {population}
+Retrieval: exact match of greedy decoding on {asked} {options.evaluation.task} prompts per length. Perplexity: by position, over {windows}
+windows of {results[text]}. {population}
 
 {sentences}
 
 ## Training
 
 ```bash
-{command}
+{results[command]}
 ```
 
-{steps} steps, {tokens:,} tokens{best}. Environment: {environment}.
+{results[steps]} steps, {results[tokens]:,} tokens{best}. Environment: {environment}.
 ```yaml
-{options}```
+{yaml}```
 """
 
 ADAPTER_WARNING = """
@@ -151,24 +151,18 @@ def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalRes
     head["tags"] = ["rope_patch", "long-context"]
     return CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False),
-        dtype=options.model.dtype,
-        model=options.model.name,
+        options=options,
+        results=results,
         patch=patch,
-        length=results["target_length"],
         warning=warning,
         scores=scores_table(results),
         asked=len(retrieval.samples(after.spec.lengths[0])),
-        task=options.evaluation.task,
         windows=after.perplexity.windows if after.perplexity else 0,
-        text=results["text"],
         population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
         sentences="\n".join(sentences),
-        command=results["command"],
-        steps=results["steps"],
-        tokens=results["tokens"],
         best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
-        options=to_yaml(options),
+        yaml=to_yaml(options),
     )
 
 
