@@ -39,8 +39,8 @@ model = rope_patch.load("THIS FOLDER", dtype="{options.model.dtype}")
 
 {scores}
 
-Retrieval: exact match of greedy decoding on {asked} {options.evaluation.task} prompts per length. Perplexity: by position, over {windows}
-windows of {results[text]}. {population}
+Retrieval: exact match of greedy decoding on {asked} {options.evaluation.task} prompts per length. Perplexity: by
+position, over {windows} windows of {results[text]}. {population}
 
 {sentences}
 
