@@ -212,13 +212,23 @@ class Comparison:
                 for table in row.tables
             ]
             rows.append(values)
-        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
-        head |= {"spec": self.spec.to_dict(), "seed": self.spec.seed, "confidence": CONFIDENCE}
-        names = ("trained_length", "text", "text_name", "environment")
-        head |= {name: getattr(self, name) for name in names}
-        head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
+        result = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "lengths": self.spec.lengths,
+            "spec": self.spec.to_dict(),
+            "seed": self.spec.seed,
+            "confidence": CONFIDENCE,
+            "trained_length": self.trained_length,
+            "text": self.text,
+            "text_name": self.text_name,
+            "environment": self.environment,
+            "warnings": self.warnings,
+            "columns": [column.to_dict() for column in self.columns()],
+            "rows": rows,
+        }
         # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.
-        return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
+        return json.dumps(result, indent=1, allow_nan=False)
 
 
 def compare(
