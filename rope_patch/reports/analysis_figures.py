@@ -56,8 +56,8 @@ def attention_masses(analysis: Analysis) -> Figure:
     ]
     # Layers may have different numbers of heads.
     values = pad_sequence(masses, batch_first=True, padding_value=math.nan)
-    rows = few([str(layer.index) for layer in layers])
-    columns = few([str(head) for head in range(values.shape[1])])
+    rows = few([layer.index for layer in layers])
+    columns = few(range(values.shape[1]))
     panels = [Map(name, values[..., i], rows, columns) for i, name in enumerate(names)]
     caption = (
         "Mean weight that each head puts on its own token, an earlier one, the first one, and the token that followed "
@@ -89,7 +89,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         terms = {"its own key": shown.mean_terms(0), "the previous key": shown.mean_terms(1)}
     sums = ", ".join(f"{number_text(float(values.sum()))} with {name}" for name, values in terms.items())
     caption = f"{title}. The bars add up to a mean logit of {sums}, without features outside the table."
-    rows = few([str(position) for position in range(len(shown.token_ids))])
+    rows = few(range(len(shown.token_ids)))
     context = analysis.capture.layer(shown.layer).context
     norms = [
         pair_map(f"Norms of the {name}", shown.norms(states), rows, shown.inv_freq, context)
@@ -145,7 +145,7 @@ def largest_features(analysis: Analysis) -> Figure:
     def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
         largest = torch.stack([getattr(layer, role).largest.amax(0) for layer in layers])
         pairs = pairs_of(largest, layers[0].query.pairs, layers[0].query.interleaved)
-        return pairs.amax(-1), few([str(layer.index) for layer in layers])
+        return pairs.amax(-1), few([layer.index for layer in layers])
 
     return _by_kind(
         analysis,
