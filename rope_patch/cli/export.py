@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from rope_patch.cli.printing import print_json
 from rope_patch.engines import export as write
 from rope_patch.options.export import ExportOptions
@@ -26,11 +23,7 @@ def export(options: ExportOptions) -> None:
     )
     if options.as_json:
         print_json(written | {"output": str(options.output)})
-    else:
-        _print(written, options.output)
-
-
-def _print(written: dict[str, Any], output: Path) -> None:
+        return
     checked = written.get("checked_against")
     for table in written.get("tables", ()):
         name = "table"
@@ -45,4 +38,4 @@ def _print(written: dict[str, Any], output: Path) -> None:
         print(f"checked against {written['engine']} {checked}")
     for note in written.get("notes", ()):
         print(f"note: {note}")
-    print(f"wrote {output}")
+    print(f"wrote {options.output}")

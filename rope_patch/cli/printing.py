@@ -46,16 +46,13 @@ FILE_WIDTH = 160
 
 def show(shown: Any) -> None:
     """Print a table or text of rich, as wide as the terminal."""
+    width = None  # that of the terminal
+    if not sys.stdout.isatty():
+        width = FILE_WIDTH
     # A sentence in a file is one line, which a program finds.
-    soft_wrap = isinstance(shown, Text) and not sys.stdout.isatty()
+    soft_wrap = isinstance(shown, Text) and width is not None
     # A table that is wider than the terminal is broken there, and not cut off.
-    _console().print(shown, soft_wrap=soft_wrap, crop=False)
-
-
-def _console() -> Console:
-    if sys.stdout.isatty():
-        return Console()
-    return Console(width=FILE_WIDTH)
+    Console(width=width).print(shown, soft_wrap=soft_wrap, crop=False)
 
 
 VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}

@@ -293,17 +293,13 @@ class Run:
                 f"{tokens:,} new tokens"
             )
             total += tokens
-        lines.append(f"in all: {total:,} tokens, about {self._time(total)} at the speed measured now")
+        lines.append(f"in all: {total:,} tokens, about {duration_text(total / self.speed)} at the speed measured now")
         if rounds[-1].windows <= 2:
             lines.append(TOO_FEW)
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens")
             lines.append(f"the adapted model: {rounds[-1].windows * self.suite.spec.longest:,} tokens")
         return lines
-
-    def _time(self, tokens: float) -> str:
-        """Return the time that a number of tokens takes, at the measured speed."""
-        return duration_text(tokens / self.speed)
 
     def choose_task(self) -> None:
         """Ask for the first of the tasks that the unpatched model answers within its context, in one window.

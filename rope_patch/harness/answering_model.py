@@ -99,8 +99,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                     parts.append((states, continuation[max(-first, 0) :][: len(states)]))
                 for of_request, part in zip(scores, scored_together(reader.score, parts), strict=True):
                     of_request.append(part)
-        for (_, (number, context, continuation)), parts in zip(asked, scores, strict=True):
-            losses, tokens = map(torch.cat, zip(*parts, strict=True))
+        for (_, (number, context, continuation)), of_request in zip(asked, scores, strict=True):
+            losses, tokens = map(torch.cat, zip(*of_request, strict=True))
             if bool(losses.isnan().any()):
                 at_token = context + int(losses.isnan().nonzero()[0])
                 total = context + len(continuation)

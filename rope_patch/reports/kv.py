@@ -10,7 +10,7 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
+from rope_patch.kv_evaluation.verdicts import NOISE
 from rope_patch.reports.comparison import change_cell, scores_facts
 from rope_patch.runtime import page as pages
 from rope_patch.runtime.captions import windows_text
@@ -89,7 +89,7 @@ def _attribution(check: KVCheck) -> Section:
     causes = list(dict.fromkeys(found))
     costs: list[Cells] = []
     helps: list[Cells] = []
-    for row in _quantized(check):
+    for row in (row for method in check.methods for row in check.of(method)[1:]):
         lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
         if not lengths or row.attribution is None:
             continue
@@ -144,7 +144,3 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Tables", "; ".join(tables)),
         *scores_facts(check.rows[0].scores, check.text, check.digest),
     ]
-
-
-def _quantized(check: KVCheck) -> list[CheckRow]:
-    return [row for method in check.methods for row in check.of(method)[1:]]

@@ -77,10 +77,7 @@ def metrics(result: EvalResult) -> dict[str, float]:
     # Retrieval stands first: the model card lists the numbers in this order.
     for metric in sorted(METRICS.values(), key=lambda one: one.name != "retrieval"):
         for span in spans_of(metric, result.spec):
-            place = str(span.stop)
-            if span.start is not None:
-                place = f"{span.start}_{span.stop}"
-            numbers[f"{metric.name}_{place}"] = metric.value(result, span)
+            numbers[f"{metric.name}_{span}".replace("-", "_")] = metric.value(result, span)
     return numbers
 
 

@@ -90,6 +90,10 @@ def write_results(
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
     model: Any = trainer.model
     record = verify_model(model)
+    # Without a patch, the model before training is the unpatched one.
+    unpatched = "unpatched"
+    if unpatched not in evaluations and not record.changed:
+        unpatched = "before"
     state = trainer.state
     results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
@@ -106,7 +110,7 @@ def write_results(
         "before": None,
         **{name: metrics(scores) for name, scores in evaluations.items()},
         "changes": compared,
-        "notes": _notes(trained_length(model), record.changed, evaluations),
+        "notes": retrieval_warnings(evaluations, unpatched, trained_length(model)),
     }
     evaluated = {name: scores.to_dict() for name, scores in evaluations.items()}
     write_atomically(out / "evaluation.json", json.dumps(evaluated, allow_nan=False))
@@ -115,14 +119,6 @@ def write_results(
         out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
     )  # written last: its presence means that the run is finished
     return results
-
-
-def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]) -> list[str]:
-    """Return warnings if the unpatched model was not measured or fails the task within its trained length [tokens]."""
-    unpatched = "unpatched"
-    if unpatched not in evaluations and not is_patched:
-        unpatched = "before"
-    return retrieval_warnings(evaluations, unpatched, trained)
 
 
 def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:

@@ -108,8 +108,7 @@ class RetrievalResult:
 
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
-        samples = self.samples(length)
-        return sum(sample.correct for sample in samples) / len(samples)
+        return fmean(sample.correct for sample in self.samples(length))
 
     def answered(self, length: int) -> str:
         """Return how many prompts of a length are answered, as a text: ``2 of 6``."""
