@@ -135,13 +135,18 @@ def _table(
     folded: bool = False,
 ) -> DataTable:
     """Return a table with a row for each method, and a cell for each column and label of a method."""
-    rows: list[Cells] = [[label, *(cell(column, label) for column in columns)] for label in labels]
-    return DataTable(title, ["Method", *(column.heading for column in columns)], rows, caption, folded)
+    return DataTable(
+        title,
+        ["Method", *(column.heading for column in columns)],
+        [[label, *(cell(column, label) for column in columns)] for label in labels],
+        caption,
+        folded,
+    )
 
 
 def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
     """Return the table of scores: winners with a star, and what is not separable from the best with a sign."""
-    scores = {row.label: row.scores for row in comparison.rows}
+    scores = comparison.scores
 
     def cell(column: Column, label: str) -> Cell:
         metric = METRICS[column.metric]
@@ -211,9 +216,8 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
         comparison: the comparison, with the unpatched model as ``"default"``.
         chosen: the label of the chosen method.
     """
-    scores = {row.label: row.scores for row in comparison.rows}
-    before = scores[UNPATCHED]
-    after = scores[chosen]
+    before = comparison.scores[UNPATCHED]
+    after = comparison.scores[chosen]
     rows: list[Cells] = []
     for length in comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):
