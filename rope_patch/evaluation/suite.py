@@ -169,7 +169,7 @@ class EvalSuite(Suite):
         super().__init__(spec, tokenizer, text)
         self.prompts = PromptMaker(
             tokenizer,
-            haystack or _haystack(spec.haystack, self.source, self.text_name),
+            haystack or spec.haystack or Haystack(whole_text(self.source), self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
@@ -246,12 +246,6 @@ def as_suite(spec: EvalSpec | AnySuite, tokenizer: Any) -> AnySuite | EvalSuite:
     if not isinstance(spec, EvalSpec):
         raise TypeError(f"spec must be an EvalSpec or an EvalSuite, got {type(spec).__name__}")
     return EvalSuite(spec, tokenizer)
-
-
-def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
-    if name is None:
-        return Haystack(whole_text(source), text_name)
-    return name if name in ("builtin", "noise") else Path(name)
 
 
 def _name(source: Source) -> str:
