@@ -11,7 +11,6 @@ from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_toke
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
 from rope_patch.reports import analysis as report
-from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 from rope_patch.runtime.folders import folder_to_write
 from rope_patch.runtime.packaged import name_of
@@ -20,8 +19,6 @@ from rope_patch.texts.documents import documents
 
 def analyze(options: AnalyzeOptions) -> None:
     """Run ``rope-patch analyze`` with its options."""
-    if options.report:
-        require_matplotlib()
     machine = options.machine
     texts = read_texts(options.texts)
     prepare(machine)

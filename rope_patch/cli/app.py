@@ -12,6 +12,7 @@ from typing import Any
 
 from rope_patch.cli.parsing import UsageError, described, parse_words
 from rope_patch.options import COMMANDS
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.text import did_you_mean
@@ -53,6 +54,8 @@ def dispatch(words: Sequence[str]) -> int:
     given: Any = rest
     if name not in UNPARSED:
         given = parse_words(COMMANDS[name], rest)
+        if getattr(given, "report", False):  # a report has figures
+            require_matplotlib()
     # Only the module of this command is imported, and --help has ended the process by now, so that it is fast.
     module = name.replace("-", "_")
     run: Callable[[Any], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)

@@ -13,7 +13,6 @@ from rope_patch.methods import as_method
 from rope_patch.options.evaluation import CompareOptions
 from rope_patch.patching.install import for_target
 from rope_patch.reports import comparison as report
-from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import progress
 from rope_patch.runtime.packaged import name_of
 from rope_patch.runtime.result_cache import RESULT_CACHE
@@ -21,8 +20,6 @@ from rope_patch.runtime.result_cache import RESULT_CACHE
 
 def compare(options: CompareOptions) -> None:
     """Run ``rope-patch compare`` with its options."""
-    if options.report:
-        require_matplotlib()
     spec = check_tasks(options.evaluation)
     machine = options.machine
     compared = list(map(as_method, options.methods))

@@ -21,7 +21,6 @@ from rope_patch.patching.config_settings import settings_of
 from rope_patch.patching.install import rebase, restore
 from rope_patch.patching.locate import locate
 from rope_patch.reports import comparison as report
-from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime import page as pages
 from rope_patch.runtime import progress
 from rope_patch.runtime.page import Note, Page, Part, Section
@@ -33,13 +32,6 @@ EXIT_NOTHING_CHOSEN = 4
 
 def extend(options: ExtendOptions) -> int:
     """Run ``rope-patch extend`` with its options, and return its exit status."""
-    if options.report:
-        require_matplotlib()
-
-    def add_report(outcome: Extended, folder: Path) -> None:
-        if options.report:
-            pages.write(folder / "report.html", _page(outcome), command_line())
-
     settings = options.settings
     output = options.output
     check_output(settings, output, options.force)
@@ -66,11 +58,11 @@ def extend(options: ExtendOptions) -> int:
             return 0
         unused.pop_all()  # what is measured from now on serves the next run
         with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force, add_report=add_report)
+            outcome = run.finish(overwrite=options.force)
     if not first:
         return 0
-    if outcome.output is None:
-        add_report(outcome, outcome.work)
+    if options.report:
+        pages.write((outcome.output or outcome.work) / "report.html", _page(outcome), command_line())
     if options.as_json:
         print_json(
             {
