@@ -25,6 +25,8 @@ BOUND_CAPTION = (
     "A line 2π/L, where there is one, is the frequency bound of Jonasson (2025): slower pairs make no full turn within "
     "the context L."
 )
+Panel = tuple[Tensor, dict[int, str]]
+"""The values of a heat map of pairs (rows, pairs), and the names of some of its rows."""
 MOST_CONTRIBUTIONS = 4
 """Number of outliers whose contribution by distance is drawn."""
 
@@ -102,7 +104,7 @@ def head_norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by head; the rows of positional heads are named."""
     positional = analysis.heads.positional()
 
-    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
         heads: list[Tensor] = []
         names: dict[int, tuple[int, str]] = {}
         most = 30 / sum(getattr(layer, role).heads for layer in layers)
@@ -142,7 +144,7 @@ def norms_by_text(analysis: Analysis) -> Figure:
 def largest_features(analysis: Analysis) -> Figure:
     """Return the figure of the largest magnitude of both features of each pair, by layer."""
 
-    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
         largest = torch.stack([getattr(layer, role).largest.amax(0) for layer in layers])
         pairs = pairs_of(largest, layers[0].query.pairs, layers[0].query.interleaved)
         return pairs.amax(-1), few([layer.index for layer in layers])
@@ -160,7 +162,7 @@ def largest_features(analysis: Analysis) -> Figure:
 
 def _by_kind(
     analysis: Analysis,
-    panel: Callable[[Sequence[LayerCapture], str], tuple[Tensor, dict[int, str]]],
+    panel: Callable[[Sequence[LayerCapture], str], Panel],
     *,
     ylabel: str,
     title: str,
