@@ -12,7 +12,7 @@ from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, row_name
-from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
+from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
@@ -122,7 +122,7 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         needles=NEEDLES,
-        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
+        population=POPULATION,
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
         base_card="" if base_card(source) is None else BASE_SENTENCE,

@@ -48,7 +48,11 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
-    facts = _facts(comparison)
+    facts = [
+        ("Methods", ", ".join(comparison.scores)),
+        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
+        *scores_facts(comparison.rows[0].scores, comparison.text_name, comparison.text),
+    ]
     names = short_names(row.method for row in comparison.rows)
     comparison = replace(comparison, rows=tuple(replace(row, method=names[row.method]) for row in comparison.rows))
     columns = comparison.columns()
@@ -242,16 +246,6 @@ def _what(metric: Metric, span: Span) -> str:
     if metric.of_text:
         return f"{metric.name} at positions {span}"
     return f"{metric.name} of {span.task} prompts of {span}"
-
-
-def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What was measured, on what, and with what."""
-    scores = comparison.rows[0].scores
-    facts = [
-        ("Methods", ", ".join(row.label for row in comparison.rows)),
-        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
-    ]
-    return [*facts, *scores_facts(scores, comparison.text_name, comparison.text)]
 
 
 def scores_facts(scores: EvalResult, text_name: str, text_sha256: str) -> list[tuple[str, str]]:

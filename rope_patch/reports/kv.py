@@ -142,15 +142,11 @@ def _how(check: KVCheck) -> Section:
         "precision, differences of about 1e-4 nats/token (KL), or 1e-3 where keys have long biases, are noise: full "
         "precision is read by the model’s own attention, a format by this package’s."
     )
-    return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
-
-
-def _facts(check: KVCheck) -> list[tuple[str, str]]:
-    """What was measured, on what, and with what."""
     tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
-    return [
+    facts = [
         ("Model", check.model),
         ("Methods", ", ".join(check.meant(method) for method in check.methods)),
         ("Tables", "; ".join(tables)),
         *scores_facts(check.rows[0].scores, check.text, check.digest),
     ]
+    return Section("How it was measured", [answer], [Note(note), pages.facts(facts, check.environment)])

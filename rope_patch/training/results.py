@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
+from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
 from rope_patch.modeling.environment import environment
 from rope_patch.options.finetune import RecipeOptions
@@ -154,7 +154,7 @@ def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalRes
         scores=scores_table(results),
         asked=len(retrieval.samples(after.spec.lengths[0])),
         windows=after.perplexity.windows if after.perplexity else 0,
-        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
+        population=POPULATION,
         sentences="\n".join(sentences),
         best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
