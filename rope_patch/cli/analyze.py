@@ -1,4 +1,4 @@
-"""``rope-patch analyze``: parsing and printing only; modules that are slow to import are imported inside functions."""
+"""``rope-patch analyze``."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rope_patch.analysis import analyze as engine
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import write_and_show
 from rope_patch.options.analyze import AnalyzeOptions
-from rope_patch.reports.plots import require_matplotlib
+from rope_patch.reports import analysis as report
 from rope_patch.runtime import progress
+from rope_patch.runtime.folders import folder_to_write
 from rope_patch.runtime.packaged import name_of
+from rope_patch.texts.documents import documents
 
 
-def analyze(words: Sequence[str]) -> None:
-    """Run ``rope-patch analyze`` with the words that follow it."""
-    options = parse_words(AnalyzeOptions, words)
-    from rope_patch.analysis import analyze as engine
-    from rope_patch.reports import analysis as report
-    from rope_patch.runtime.folders import folder_to_write
-
-    if options.report:
-        require_matplotlib()
+def analyze(options: AnalyzeOptions) -> None:
+    """Run ``rope-patch analyze`` with its options."""
     machine = options.machine
     texts = read_texts(options.texts)
     prepare(machine)
@@ -55,8 +50,6 @@ def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
         ValueError: two texts have the same name.
         FileNotFoundError: a text does not exist.
     """
-    from rope_patch.texts.documents import documents
-
     named = {path.name or str(path): list(documents(path)) for path in paths}
     if len(named) < len(paths):
         raise ValueError("two texts have one name: rename one, since results name them")

@@ -8,9 +8,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from rope_patch.cli.parsing import UsageError, described
+from rope_patch.cli.parsing import UsageError, described, parse_words
 from rope_patch.options import COMMANDS
+from rope_patch.reports.plots import require_matplotlib
 from rope_patch.runtime.command import run_and_exit
 from rope_patch.runtime.progress import listen
 from rope_patch.runtime.text import did_you_mean
@@ -21,6 +23,9 @@ ABOUT = (
     "them. A patched checkpoint is one whose table was replaced; plain transformers loads it.",
     "Lengths are numbers of tokens, written as 8192 or 8k. rope-patch COMMAND --help describes a command.",
 )
+
+UNPARSED = ("finetune", "kv-check")
+"""The commands that look at their words before these are parsed, for ``--smoke`` and ``--list``."""
 
 
 def main() -> None:
@@ -46,15 +51,16 @@ def dispatch(words: Sequence[str]) -> int:
         return 0 if name else 2
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
-    # Only the module of this command is imported, so that --help of one command is fast.
+    given: Any = rest
+    if name not in UNPARSED:
+        given = parse_words(COMMANDS[name], rest)
+        if getattr(given, "report", False):  # a report has figures
+            require_matplotlib()
+    # Only the module of this command is imported, and --help has ended the process by now, so that it is fast.
     module = name.replace("-", "_")
-    run: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)
-    with listen(on_sentence=_print_sentence):
-        return run(rest) or 0
-
-
-def _print_sentence(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+    run: Callable[[Any], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)
+    with listen(on_sentence=lambda sentence: print(sentence, file=sys.stderr)):
+        return run(given) or 0
 
 
 def help_text() -> str:

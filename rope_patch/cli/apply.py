@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
-from rope_patch.cli.parsing import parse_words
+from rope_patch.checkpoints.folder_patch import patch_folder
+from rope_patch.checkpoints.source_files import how_to_load
 from rope_patch.cli.printing import print_json
+from rope_patch.gguf.patch import patch_gguf
+from rope_patch.methods import as_method
 from rope_patch.options.checkpoints import ApplyOptions
+from rope_patch.runtime.folders import is_gguf
 
 
-def apply(words: Sequence[str]) -> None:
-    """Run ``rope-patch apply`` with the words that follow it."""
-    options = parse_words(ApplyOptions, words)
-    from rope_patch.checkpoints.folder_patch import patch_folder
-    from rope_patch.checkpoints.source_files import how_to_load
-    from rope_patch.gguf.patch import patch_gguf
-    from rope_patch.methods import as_method
-    from rope_patch.runtime.folders import is_gguf
-
+def apply(options: ApplyOptions) -> None:
+    """Run ``rope-patch apply`` with its options."""
     model = options.model
     output = options.output
     method = as_method(":".join([options.method, *options.parameters]))

@@ -1,33 +1,25 @@
-"""``rope-patch compare``: parsing and printing only."""
+"""``rope-patch compare``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import resumable, write_and_show
+from rope_patch.evaluation import compare as engine
+from rope_patch.evaluation.count_tokens import check_tasks
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.methods import as_method
 from rope_patch.options.evaluation import CompareOptions
-from rope_patch.reports.plots import require_matplotlib
+from rope_patch.patching.install import for_target
+from rope_patch.reports import comparison as report
 from rope_patch.runtime import progress
 from rope_patch.runtime.packaged import name_of
+from rope_patch.runtime.result_cache import RESULT_CACHE
 
 
-def compare(words: Sequence[str]) -> None:
-    """Run ``rope-patch compare`` with the words that follow it."""
-    options = parse_words(CompareOptions, words)
-    from dataclasses import replace
-
-    from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.count_tokens import check_tasks
-    from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.methods import as_method
-    from rope_patch.patching.install import for_target
-    from rope_patch.reports import comparison as report
-    from rope_patch.runtime.result_cache import RESULT_CACHE
-
-    if options.report:
-        require_matplotlib()
+def compare(options: CompareOptions) -> None:
+    """Run ``rope-patch compare`` with its options."""
     spec = check_tasks(options.evaluation)
     machine = options.machine
     compared = list(map(as_method, options.methods))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 
 from rope_patch.cli.extend import extend
 from rope_patch.cli.parsing import parse_words
+from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.shipped import DemoOptions
+from rope_patch.runtime.packaged import data_path
 
 DEMO_METHODS = (
     "yarn",
@@ -22,14 +23,11 @@ DEMO_METHODS = (
 """Methods that may reach four times the context without training, and ``pi``, which needs training."""
 
 
-def demo(words: Sequence[str]) -> int:
-    """Run ``rope-patch demo`` with the words that follow it, and return the exit status of ``extend``."""
-    options = parse_words(DemoOptions, words)
-    from rope_patch.runtime.packaged import data_path
-
+def demo(options: DemoOptions) -> int:
+    """Run ``rope-patch demo`` with its options, and return the exit status of ``extend``."""
     model = str(data_path("assets") / options.shape)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]
     arguments += ["--threads", str(options.threads), "--force"]
     print(f"$ {shlex.join(['rope-patch', 'extend', *arguments])}", file=sys.stderr)
-    return extend(arguments)
+    return extend(parse_words(ExtendOptions, arguments))

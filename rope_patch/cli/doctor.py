@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from rope_patch.cli.parsing import parse_words
+from rope_patch.checkpoints.folder_patch import repair_folder
 from rope_patch.cli.printing import print_json
+from rope_patch.diagnosis.doctor import doctor as diagnose
+from rope_patch.engines.flags import WRITERS, checkpoint_under, flags_of
+from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.options.checkpoints import DoctorOptions
 
 INEXPRESSIBLE = 3
 """Exit status where a program's options cannot express the table of a method."""
 
 
-def doctor(words: Sequence[str]) -> int:
-    """Run ``rope-patch doctor`` with the words behind it; return its exit status."""
-    options = parse_words(DoctorOptions, words)
+def doctor(options: DoctorOptions) -> int:
+    """Run ``rope-patch doctor`` with its options; return its exit status."""
     if options.method is not None:
         return _print_flags(options, options.method)
     if options.output is not None:
-        from rope_patch.checkpoints.folder_patch import repair_folder
-
         record = repair_folder(options.model, options.output)
         context = record.stated_length
         print(f"wrote {options.output}: {record.to_method()} over {context} tokens, as the patch record describes it")
         return 0
-    from rope_patch.diagnosis.doctor import doctor as diagnose
-
     diagnosis = diagnose(options.model, for_programs=options.for_programs, config_only=options.config_only)
     if options.as_json:
         print_json(diagnosis.to_dict())
@@ -37,9 +34,6 @@ def doctor(words: Sequence[str]) -> int:
 
 def _print_flags(options: DoctorOptions, method: str) -> int:
     """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
-    from rope_patch.engines.flags import WRITERS, checkpoint_under, flags_of
-    from rope_patch.engines.verified_versions import UNVERIFIED
-
     patching = options.patching
     checkpoint = checkpoint_under(
         options.model, method, target_length=patching.target_length, layer_types=patching.layer_types

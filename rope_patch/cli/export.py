@@ -1,22 +1,15 @@
-"""``rope-patch export``: parsing and printing only; modules that are slow to import are imported inside functions."""
+"""``rope-patch export``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import print_json
+from rope_patch.engines import export as write
 from rope_patch.options.export import ExportOptions
+from rope_patch.runtime.folders import check_source
 
 
-def export(words: Sequence[str]) -> None:
-    """Run ``rope-patch export`` with the words that follow it."""
-    options = parse_words(ExportOptions, words)
-    from rope_patch.engines import export as write
-    from rope_patch.runtime.folders import check_source
-
+def export(options: ExportOptions) -> None:
+    """Run ``rope-patch export`` with its options."""
     check_source(options.model)
     written = write(
         options.model,
@@ -30,11 +23,7 @@ def export(words: Sequence[str]) -> None:
     )
     if options.as_json:
         print_json(written | {"output": str(options.output)})
-    else:
-        _print(written, options.output)
-
-
-def _print(written: dict[str, Any], output: Path) -> None:
+        return
     checked = written.get("checked_against")
     for table in written.get("tables", ()):
         name = "table"
@@ -49,4 +38,4 @@ def _print(written: dict[str, Any], output: Path) -> None:
         print(f"checked against {written['engine']} {checked}")
     for note in written.get("notes", ()):
         print(f"note: {note}")
-    print(f"wrote {output}")
+    print(f"wrote {options.output}")

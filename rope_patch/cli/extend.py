@@ -1,45 +1,37 @@
-"""``rope-patch extend``: parsing and printing only; modules that are slow to import are imported inside functions."""
+"""``rope-patch extend``."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rope_patch.checkpoints.model_without_weights import model_without_weights
+from rope_patch.checkpoints.source_files import config_json, how_to_load
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, working_together
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import command_line, print_json, resumable, show_page
+from rope_patch.extending.choose_method import NEEDLES, RANKING
+from rope_patch.extending.extend import Run
+from rope_patch.extending.result import Extended
+from rope_patch.extending.write_extended import check_output, trained_by_extend
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
-from rope_patch.reports.plots import require_matplotlib
+from rope_patch.patching.config_settings import settings_of
+from rope_patch.patching.install import rebase, restore
+from rope_patch.patching.locate import locate
+from rope_patch.reports import comparison as report
+from rope_patch.runtime import page as pages
 from rope_patch.runtime import progress
-
-if TYPE_CHECKING:
-    from rope_patch.extending.result import Extended
-    from rope_patch.runtime.page import Page
+from rope_patch.runtime.page import Note, Page, Part, Section
+from rope_patch.runtime.result_cache import RESULT_CACHE
 
 EXIT_NOTHING_CHOSEN = 4
 """The exit status if no method can be chosen, so that nothing is written."""
 
 
-def extend(words: Sequence[str]) -> int:
-    """Run ``rope-patch extend`` with the words that follow it, and return its exit status."""
-    options = parse_words(ExtendOptions, words)
-    from rope_patch.extending.extend import Run
-    from rope_patch.extending.write_extended import check_output
-    from rope_patch.runtime.result_cache import RESULT_CACHE
-
-    if options.report:
-        require_matplotlib()
-
-    def add_report(outcome: Extended, folder: Path) -> None:
-        if options.report:
-            from rope_patch.runtime import page
-
-            page.write(folder / "report.html", _page(outcome), command_line())
-
+def extend(options: ExtendOptions) -> int:
+    """Run ``rope-patch extend`` with its options, and return its exit status."""
     settings = options.settings
     output = options.output
     check_output(settings, output, options.force)
@@ -66,11 +58,11 @@ def extend(words: Sequence[str]) -> int:
             return 0
         unused.pop_all()  # what is measured from now on serves the next run
         with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force, add_report=add_report)
+            outcome = run.finish(overwrite=options.force)
     if not first:
         return 0
-    if outcome.output is None:
-        add_report(outcome, outcome.work)
+    if options.report:
+        pages.write((outcome.output or outcome.work) / "report.html", _page(outcome), command_line())
     if options.as_json:
         print_json(
             {
@@ -89,13 +81,6 @@ def extend(words: Sequence[str]) -> int:
 
 def _load(settings: ExtendSettings) -> Any:
     """Load the model with the table that is extended: the one under which its weights were trained."""
-    from rope_patch.checkpoints.model_without_weights import model_without_weights
-    from rope_patch.checkpoints.source_files import config_json
-    from rope_patch.extending.write_extended import trained_by_extend
-    from rope_patch.patching.config_settings import settings_of
-    from rope_patch.patching.install import rebase, restore
-    from rope_patch.patching.locate import locate
-
     if config_json(settings.model):  # before its weights are read; an adapter and a GGUF file have none
         locate(model_without_weights(settings.model, beside_adapter=True)).check_windowed()
     model = load_model(settings.model, settings.machine)
@@ -119,10 +104,6 @@ def _load(settings: ExtendSettings) -> Any:
 
 def _page(outcome: Extended) -> Page:
     """Return the choice and the rounds as a page, the last round first: it is the one that decided."""
-    from rope_patch.extending.choose_method import NEEDLES, RANKING
-    from rope_patch.reports import comparison as report
-    from rope_patch.runtime.page import Note, Part, Section
-
     choice = outcome.choice
     rounds = outcome.comparisons
     evidence: list[Part] = []
@@ -138,8 +119,6 @@ def _page(outcome: Extended) -> Page:
 
 def _print(outcome: Extended) -> None:
     """Print the choice with its price, the scores, and what was written."""
-    from rope_patch.checkpoints.source_files import how_to_load
-
     show_page(_page(outcome))
     if outcome.output is None:
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")

@@ -16,13 +16,13 @@ from rope_patch.options.yaml_and_json import to_yaml
 SMOKE_REQUIRED = ("model.name=llama", "data.length=512", "output=build/finetuned")
 """Values that ``--smoke`` uses if neither a recipe nor the command line gives them."""
 
-SMOKE_OVERRIDES = (
-    *("model.dtype=float32", "model.attention=sdpa", "model.revision=null", "patch.target_length=1024"),
-    *("data.source=builtin", "data.column=text", "data.learn=all", "data.length=512", "data.allow_short=true"),
-    *("train.steps=4", "train.batch=1", "train.precision=float32", "train.accumulate=2", "train.warmup=1"),
-    *("train.save_every=2", "train.log_every=1", "train.liger=false", "evaluation.lengths=256 1024"),
-    *("evaluation.samples=1", "evaluation.depths=0.1 0.9", "evaluation.windows=2"),
-)
+SMOKE_OVERRIDES = """
+    model.dtype=float32 model.attention=sdpa model.revision=null patch.target_length=1024
+    data.source=builtin data.column=text data.learn=all data.length=512 data.allow_short=true
+    train.steps=4 train.batch=1 train.precision=float32 train.accumulate=2 train.warmup=1
+    train.save_every=2 train.log_every=1 train.liger=false
+    evaluation.lengths=256,1024 evaluation.samples=1 evaluation.depths=0.1,0.9 evaluation.windows=2 evaluation.every=2
+"""
 """Values that ``--smoke`` changes in any recipe, for few and short rows; LoRA and positions stay as they are."""
 
 
@@ -84,10 +84,9 @@ def smaller(options: RecipeOptions) -> Iterator[str]:
     """Yield changes such as ``train.steps=4``, with which a run uses the same code and takes about a minute."""
     from rope_patch.training.models import BUNDLED_MODELS
 
-    yield from SMOKE_OVERRIDES
+    yield from SMOKE_OVERRIDES.split()
     yield f"model.name={BUNDLED_MODELS['gemma' in options.model.name.lower()]}"
     if options.patch.method:
         # The context of the checkpoint that is replaced would leave most pairs of the bundled one as they are.
         yield "patch.method=" + re.sub(r":original_max_position_embeddings=[^:+]+", "", options.patch.method)
-    yield "evaluation.every=2"
     yield f"output={options.output}-smoke"

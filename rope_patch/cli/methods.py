@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import fields
 
-from rope_patch.cli.parsing import parse_words
 from rope_patch.cli.printing import new_table, print_json, show
+from rope_patch.methods import METHODS, field_help
 from rope_patch.options.shipped import MethodsOptions
 
 
-def methods(words: Sequence[str]) -> None:
-    """Run ``rope-patch methods`` with the words that follow it."""
-    options = parse_words(MethodsOptions, words)
-    from dataclasses import fields
-
-    from rope_patch.methods import METHODS, field_help
-
+def methods(options: MethodsOptions) -> None:
+    """Run ``rope-patch methods`` with its options."""
     rows = [
         (name, [field_help(f) for f in fields(cls)], (cls.__doc__ or "").strip().splitlines()[0])
         for name, cls in METHODS.items()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from rope_patch.cli.parsing import parse_words
+from rope_patch import planning
 from rope_patch.options.plan import PlanOptions
 
 
-def plan(words: Sequence[str]) -> None:
-    """Run ``rope-patch plan`` with the words that follow it."""
-    options = parse_words(PlanOptions, words)
-    from rope_patch import planning
-
+def plan(options: PlanOptions) -> None:
+    """Run ``rope-patch plan`` with its options."""
     step = asdict(options.step)
     if options.full:
         step["lora_rank"] = None

@@ -8,13 +8,17 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
-    from rope_patch.runtime.page import DataTable, Page
+from rope_patch.runtime import page as pages
+from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.page import DataTable, Note, Page
 
 
 def command_line() -> str:
@@ -30,10 +34,6 @@ def print_json(data: Any) -> None:
 
 def new_table(*columns: str, **looks: Any) -> Table:
     """Return a table of the package rich without rows; ``looks`` are further arguments of the table."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", **looks)
     for head in columns:
         table.add_column(escape(head), overflow="fold")
@@ -46,20 +46,13 @@ FILE_WIDTH = 160
 
 def show(shown: Any) -> None:
     """Print a table or text of rich, as wide as the terminal."""
-    from rich.text import Text
-
+    width = None  # that of the terminal
+    if not sys.stdout.isatty():
+        width = FILE_WIDTH
     # A sentence in a file is one line, which a program finds.
-    soft_wrap = isinstance(shown, Text) and not sys.stdout.isatty()
+    soft_wrap = isinstance(shown, Text) and width is not None
     # A table that is wider than the terminal is broken there, and not cut off.
-    _console().print(shown, soft_wrap=soft_wrap, crop=False)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    if sys.stdout.isatty():
-        return Console()
-    return Console(width=FILE_WIDTH)
+    Console(width=width).print(shown, soft_wrap=soft_wrap, crop=False)
 
 
 VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
@@ -74,10 +67,6 @@ def show_page(page: Page) -> None:
 
     What explains a table is printed once, though several sections say it.
     """
-    from rich.text import Text
-
-    from rope_patch.runtime.page import DataTable, Note
-
     said = set()
 
     def explain(text: str, style: str = "") -> None:
@@ -114,9 +103,6 @@ def write_and_show(
         build: a function that returns the page of the result.
         brief: a function that returns the page that is printed; by default the same.
     """
-    from rope_patch.runtime import page as pages
-    from rope_patch.runtime.folders import write_atomically
-
     (json_file,) = (name for name in files if name.endswith(".json"))
     write_atomically(options.output / json_file, json_text)
     if options.as_json:
@@ -133,9 +119,6 @@ def write_and_show(
 
 def _rich_table(shown: DataTable) -> Table:
     """Return a table of rich, whose cells are broken between words alone: a part of a number reads like a number."""
-    from rich.markup import escape
-    from rich.text import Text
-
     table = new_table(*shown.columns, title=escape(shown.title))
     for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
         words = " ".join(f"{cell.text} {cell.note}" for cell in below).split()

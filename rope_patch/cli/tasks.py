@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rope_patch.cli.parsing import parse_words
+from rope_patch import data_path
 from rope_patch.options.shipped import TasksOptions
 
 
-def tasks(words: Sequence[str]) -> None:
-    """Run ``rope-patch tasks`` with the words that follow it."""
-    options = parse_words(TasksOptions, words)
-    from rope_patch import data_path
-
+def tasks(options: TasksOptions) -> None:
+    """Run ``rope-patch tasks`` with its options."""
     path = data_path("eval_tasks")
     if not options.folder:
         for file in sorted(path.glob("*.yaml")):

@@ -135,12 +135,17 @@ class Comparison:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def scores(self) -> dict[str, EvalResult]:
+        """The scores of each row, by its label."""
+        return {row.label: row.scores for row in self.rows}
+
+    @property
     def warnings(self) -> list[str]:
         """Sentences that the reader should know before reading the scores."""
         # The model had a patch of its own, so "default" is not the unpatched model.
         if "patch before" in self.environment:
             return []
-        return retrieval_warnings({row.label: row.scores for row in self.rows}, UNPATCHED, self.trained_length)
+        return retrieval_warnings(self.scores, UNPATCHED, self.trained_length)
 
     def columns(self) -> list[Column]:
         """Return the columns of the table, metric by metric, with paired differences."""
@@ -155,8 +160,7 @@ class Comparison:
             metric: name of the metric, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
             span: positions of the text between two edges of buckets, or the prompts of a task.
         """
-        rows = {row.label: row.scores for row in self.rows}
-        return METRICS.find(metric).difference(rows[method], rows[other], span)
+        return METRICS.find(metric).difference(self.scores[method], self.scores[other], span)
 
     def __str__(self) -> str:
         """Return the scores of each method, and how each differs from the unpatched model, or from the first one."""
@@ -212,13 +216,23 @@ class Comparison:
                 for table in row.tables
             ]
             rows.append(values)
-        head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "lengths": self.spec.lengths}
-        head |= {"spec": self.spec.to_dict(), "seed": self.spec.seed, "confidence": CONFIDENCE}
-        names = ("trained_length", "text", "text_name", "environment")
-        head |= {name: getattr(self, name) for name in names}
-        head |= {"warnings": self.warnings, "columns": [column.to_dict() for column in self.columns()]}
+        result = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "lengths": self.spec.lengths,
+            "spec": self.spec.to_dict(),
+            "seed": self.spec.seed,
+            "confidence": CONFIDENCE,
+            "trained_length": self.trained_length,
+            "text": self.text,
+            "text_name": self.text_name,
+            "environment": self.environment,
+            "warnings": self.warnings,
+            "columns": [column.to_dict() for column in self.columns()],
+            "rows": rows,
+        }
         # NaN and infinity are not JSON: allow_nan=False raises where one was not replaced.
-        return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
+        return json.dumps(result, indent=1, allow_nan=False)
 
 
 def compare(

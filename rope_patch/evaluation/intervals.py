@@ -9,12 +9,11 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 """Confidence of an interval by itself, and of all intervals of a column of a comparison together."""
-INTERVAL_OVER_WINDOWS = (
+POPULATION = (
     "An interval over windows speaks of windows of this text, over which they are spread evenly: on other texts a "
-    "difference may be another."
+    "difference may be another. An interval over prompts speaks of prompts of this task in haystacks like these."
 )
-INTERVAL_OVER_PROMPTS = "An interval over prompts speaks of prompts of this task in haystacks like these."
-"""The population that an interval is about, which every report states."""
+"""The population that an interval is about, which every model card states."""
 
 
 def wilson(

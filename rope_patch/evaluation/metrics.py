@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import CONFIDENCE, paired_means, paired_shares
 from rope_patch.evaluation.perplexity.result import PerplexityResult
-from rope_patch.evaluation.retrieval.measure import RetrievalResult, effective_prompts
+from rope_patch.evaluation.retrieval.measure import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
@@ -185,7 +185,7 @@ class Retrieval(Metric, name="retrieval"):
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return 1 for each prompt that is answered and 0 for each other one."""
-        return [float(sample.correct) for sample in _answers_of(result, span).samples(span.stop)]
+        return [float(sample.correct) for sample in result.retrieval[str(span.task)].samples(span.stop)]
 
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
@@ -193,7 +193,7 @@ class Retrieval(Metric, name="retrieval"):
         """Return the difference with Newcombe's interval, over the count of :func:`effective_prompts`."""
         a = self.values(ours, span)
         b = self.values(theirs, span)
-        haystacks = [_answers_of(result, span).haystacks(span.stop) for result in (ours, theirs)]
+        haystacks = [result.retrieval[str(span.task)].haystacks(span.stop) for result in (ours, theirs)]
         pairs = zip(*haystacks, strict=True)
         changes = [[x.correct - y.correct for x, y in zip(mine, others, strict=True)] for mine, others in pairs]
         # How much alike the prompts of a haystack are is estimated from their differences, because the interval is
@@ -225,7 +225,7 @@ class AnswerLogprob(Metric, name="logprob"):
 
     def values(self, result: EvalResult, span: Span) -> list[float]:
         """Return the mean over the prompts of each haystack [nats]; one prompt may ask for several values."""
-        haystacks = _answers_of(result, span).haystacks(span.stop)
+        haystacks = result.retrieval[str(span.task)].haystacks(span.stop)
         prompts = 1 if TASKS[str(span.task)].joined else len(haystacks[0])
         return [math.fsum(sample.logprob for sample in haystack) / prompts for haystack in haystacks]
 
@@ -277,10 +277,6 @@ def change_sentence(metric: Metric, change: PairedDifference) -> str:
         unit = "window" if metric.of_text else "haystack"
         return f"{estimate} (no interval from one {unit})"
     return f"{estimate} ({low} to {high})"
-
-
-def _answers_of(result: EvalResult, span: Span) -> RetrievalResult:
-    return result.retrieval[str(span.task)]
 
 
 def _text_of(result: EvalResult) -> PerplexityResult:

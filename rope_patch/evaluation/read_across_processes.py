@@ -91,15 +91,12 @@ def read_batches(
                     in_memory.update(values)
                 mine |= values
         count += bool(todo)
-        if divided:
-            asked.update(todo)
-            every.append((items, names))
-        else:
-            yield from zip(items, [cache[name] for name in names], strict=True)
+        asked.update(todo)
+        every.append((items, names))
     if divided:
         in_memory.update(_gathered(mine, sorted(asked)))
-        for items, names in every:
-            yield from zip(items, [cache[name] for name in names], strict=True)
+    for items, names in every:
+        yield from zip(items, [cache[name] for name in names], strict=True)
 
 
 def _gathered(mine: dict[str, Any], asked: list[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
 from pathlib import Path
@@ -72,25 +72,22 @@ def retrieval_warnings(scores: Mapping[str, EvalResult], unpatched: str, trained
         subject = "the best method"
         unmeasured = ", and the unpatched model was not measured (rope-patch compare takes --methods default)"
         results = list(scores.values())
-    return [
-        f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained length of "
-        f"{trained_length}{unmeasured}, so longer prompts may be too hard for the model with any table. Ask easier "
-        "ones: rope-patch compare with --tasks passkey, another --haystack or another --chat-template"
-        for task, length, result in _too_hard(results, trained_length)
-    ]
-
-
-def _too_hard(scores: Sequence[EvalResult], trained_length: int) -> Iterator[tuple[str, int, RetrievalResult]]:
-    """Yield each task that is mostly failed within the trained length, the worst length there, and its best result."""
-    within = [length for length in scores[0].spec.lengths if length <= trained_length]
+    within = [length for length in results[0].spec.lengths if length <= trained_length]
     if not within:
-        return
-    for task in scores[0].retrieval:
-        results = [one.retrieval[task] for one in scores]
-        best = [(length, max(results, key=methodcaller("accuracy", length))) for length in within]
+        return []
+    warnings = []
+    for task in results[0].retrieval:
+        of_task = [one.retrieval[task] for one in results]
+        best = [(length, max(of_task, key=methodcaller("accuracy", length))) for length in within]
         length, result = min(best, key=lambda pair: pair[1].accuracy(pair[0]))
         if result.accuracy(length) < ANSWERED_SHARE:
-            yield task, length, result
+            warnings.append(
+                f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained "
+                f"length of {trained_length}{unmeasured}, so longer prompts may be too hard for the model with any "
+                "table. Ask easier ones: rope-patch compare with --tasks passkey, another --haystack or another "
+                "--chat-template"
+            )
+    return warnings
 
 
 class Suite(ABC):
@@ -169,7 +166,7 @@ class EvalSuite(Suite):
         super().__init__(spec, tokenizer, text)
         self.prompts = PromptMaker(
             tokenizer,
-            haystack or _haystack(spec.haystack, self.source, self.text_name),
+            haystack or spec.haystack or Haystack(whole_text(self.source), self.text_name),
             turns=chat_turns(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
@@ -246,12 +243,6 @@ def as_suite(spec: EvalSpec | AnySuite, tokenizer: Any) -> AnySuite | EvalSuite:
     if not isinstance(spec, EvalSpec):
         raise TypeError(f"spec must be an EvalSpec or an EvalSuite, got {type(spec).__name__}")
     return EvalSuite(spec, tokenizer)
-
-
-def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
-    if name is None:
-        return Haystack(whole_text(source), text_name)
-    return name if name in ("builtin", "noise") else Path(name)
 
 
 def _name(source: Source) -> str:

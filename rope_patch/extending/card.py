@@ -12,7 +12,7 @@ from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
 from rope_patch.engines.tables_by_program import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, row_name
-from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
+from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.extending.choose_method import NEEDLES, RANKING
 from rope_patch.extending.result import Extended
 from rope_patch.patching.verify import shortened
@@ -23,11 +23,11 @@ from rope_patch.version import __version__
 
 CARD_TEMPLATE = """---
 {head}---
-# {base}, {length} tokens
+# {base}, {outcome.options.length} tokens
 
-**The price**: {cost}.{unconfirmed}
+**The price**: {outcome.choice.cost}.{unconfirmed}
 
-`{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
+`{base}`, trained at {outcome.trained_length} tokens, with the rotary table of `{method}` for {outcome.options.length}.
 {training}
 ```python
 from transformers import {loader}, AutoTokenizer
@@ -41,7 +41,7 @@ those of the patched model in memory. {programs}
 
 ## Why this method
 
-{reason}. {basis}.
+{outcome.choice.reason}. {basis}.
 
 Measured and not chosen: {others}.
 
@@ -93,13 +93,12 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         head["base_model"] = base
     assert choice.chosen is not None  # a refusal has no card
     chosen = choice.chosen
-    training = outcome.training
     weights = comparison.environment.get("weights")
     done = ""
     if weights:
         done = f"Its weights come from a GGUF file: {weights}.\n"
     if chosen.trained:
-        done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
+        done += f"Its weights were trained with LoRA on {outcome.training}, and the adapter merged.\n"
     measured = {row.label: row for one in outcome.comparisons for row in one.rows}
     others = [
         f"`{row_name(shortened(row.method), row.trained)}`"
@@ -113,20 +112,17 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         loader=loader_name(options.model),
         base=base,
-        length=options.length,
-        trained_length=outcome.trained_length,
+        outcome=outcome,
         method=shortened(chosen.method),
         training=done,
         programs=programs_of(outcome),
         basis=RANKING,
-        reason=choice.reason,
-        cost=choice.cost,
         unconfirmed=unconfirmed,
         others=", ".join(others) or "nothing else",
         scores=markdown_table(before_after(comparison, chosen.label)),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
         needles=NEEDLES,
-        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
+        population=POPULATION,
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
         base_card="" if base_card(source) is None else BASE_SENTENCE,

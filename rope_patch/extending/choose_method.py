@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -153,10 +152,6 @@ class MethodEvaluator:
         self.unpatched = self.rows[UNPATCHED]
         self.methods = [self.evaluate(row) for label, row in self.rows.items() if label != UNPATCHED]
 
-    def answers(self, row: Row, length: int) -> list[bool]:
-        """Return whether each prompt of a length is answered."""
-        return [sample.correct for sample in row.scores.retrieval[self.task].samples(length)]
-
     def perplexity(self, row: Row, stop: int) -> float:
         """Return the perplexity in the second half of the positions below ``stop``."""
         perplexity = METRICS["perplexity"].value(row.scores, Span(stop, self.half(stop)))
@@ -178,8 +173,9 @@ class MethodEvaluator:
     def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
         change = self.comparison.difference(row.label, UNPATCHED, "perplexity", Span(self.within, 0))
-        answers = self.answers(row, self.target)
-        before = self.answers(self.unpatched, self.within)
+        retrieval = row.scores.retrieval[self.task]
+        answers = [sample.correct for sample in retrieval.samples(self.target)]
+        before = self.unpatched.scores.retrieval[self.task]
         perplexity = self.perplexity(row, self.target)
         failures = []
         rise = relative(change.estimate)
@@ -189,14 +185,14 @@ class MethodEvaluator:
                 f"within the trained {self.within} tokens perplexity changes by {percent(change.estimate)}, where "
                 f"{percent(math.log1p(self.tolerance))} are allowed"
             )
-        possible = statistics.fmean(before)
+        possible = before.accuracy(self.within)
         # The end of the interval, since few prompts leave a larger share open than the one measured.
-        at_most = row.scores.retrieval[self.task].interval(self.target)[1]
+        at_most = retrieval.interval(self.target)[1]
         doubt = ""
-        if possible >= REACHED_SHARE and statistics.fmean(answers) < REACHED_SHARE * possible:
+        if possible >= REACHED_SHARE and retrieval.accuracy(self.target) < REACHED_SHARE * possible:
             too_few = (
-                f"at {self.target} tokens it answers {sum(answers)} of {len(answers)} prompts, where the unpatched "
-                f"model answers {sum(before)} of {len(before)} at {self.within}"
+                f"at {self.target} tokens it answers {retrieval.answered(self.target)} prompts, where the unpatched "
+                f"model answers {before.answered(self.within)} at {self.within}"
             )
             if at_most < REACHED_SHARE * possible:
                 failures.append(too_few)
@@ -222,7 +218,7 @@ class MethodEvaluator:
             trained=row.trained,
             answered=sum(answers),
             prompts=len(answers),
-            logprob=self._logprob(row),
+            logprob=retrieval.logprob(self.target),
             perplexity=perplexity,
             change=change,
             failures=tuple(failures),
@@ -263,8 +259,7 @@ class MethodEvaluator:
     def behind(self, evaluated: Sequence[EvaluatedMethod]) -> list[EvaluatedMethod]:
         """Return the methods that are significantly behind the one under which right answers are most probable."""
         best = max(evaluated, key=lambda one: (one.logprob, -one.perplexity))
-        others = (one for one in evaluated if one is not best)
-        return [one for one in others if self._sign(one.label, best.label, "logprob") < 0]
+        return [one for one in evaluated if self._sign(one.label, best.label, "logprob") < 0]
 
     def leaders(self, count: int) -> list[str]:
         """Return the methods that are worth more windows and prompts.

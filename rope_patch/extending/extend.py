@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -293,17 +293,13 @@ class Run:
                 f"{tokens:,} new tokens"
             )
             total += tokens
-        lines.append(f"in all: {total:,} tokens, about {self._time(total)} at the speed measured now")
+        lines.append(f"in all: {total:,} tokens, about {duration_text(total / self.speed)} at the speed measured now")
         if rounds[-1].windows <= 2:
             lines.append(TOO_FEW)
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens")
             lines.append(f"the adapted model: {rounds[-1].windows * self.suite.spec.longest:,} tokens")
         return lines
-
-    def _time(self, tokens: float) -> str:
-        """Return the time that a number of tokens takes, at the measured speed."""
-        return duration_text(tokens / self.speed)
 
     def choose_task(self) -> None:
         """Ask for the first of the tasks that the unpatched model answers within its context, in one window.
@@ -373,14 +369,11 @@ class Run:
             budget *= MEASURING_SHARE
         return needed > budget
 
-    def finish(
-        self, *, overwrite: bool, add_report: Callable[[Extended, Path], None] = lambda outcome, folder: None
-    ) -> Extended:
+    def finish(self, *, overwrite: bool) -> Extended:
         """Measure, choose, train if asked to, and write; finished work is not repeated.
 
         Args:
             overwrite: whether to write into a folder that holds files.
-            add_report: a function that writes a report of the outcome into the folder before it becomes the output.
         """
         options = self.options
         rounds, training = self.plan()
@@ -404,15 +397,7 @@ class Run:
         if choice.method is None or processes()[0] > 0:  # the first process writes for all
             return outcome
         with alone():
-            outcome = write_extended(
-                outcome,
-                self.output,
-                self.model,
-                self.tokenizer,
-                adapter,
-                overwrite=overwrite,
-                add_report=add_report,
-            )
+            outcome = write_extended(outcome, self.output, self.model, self.tokenizer, adapter, overwrite=overwrite)
         # A second checkpoint, which the same command would write again.
         shutil.rmtree(self.work / MODEL_COPY, ignore_errors=True)
         return outcome

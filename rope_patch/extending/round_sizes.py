@@ -64,9 +64,10 @@ def rounds_within(candidates: int, most: float) -> tuple[Round, ...]:
         candidates: the number of methods in the first round.
         most: the largest number of windows.
     """
-    fitting = [r for size in FIRST_ROUND_WINDOWS if windows_read(r := rounds_of(candidates, size)) <= most]
-    if fitting:
-        return fitting[-1]
-    smallest = rounds_of(candidates, FIRST_ROUND_WINDOWS[0])
-    counts = [n for n in range(1, len(smallest)) if windows_read(smallest[:n]) <= most]
-    return smallest[: max(counts, default=1)]
+    for size in reversed(FIRST_ROUND_WINDOWS):
+        rounds = rounds_of(candidates, size)
+        if windows_read(rounds) <= most:
+            return rounds
+    while len(rounds) > 1 and windows_read(rounds) > most:
+        rounds = rounds[:-1]
+    return rounds

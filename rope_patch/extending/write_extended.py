@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,8 @@ def write_extended(
     adapter: Path | None,
     *,
     overwrite: bool,
-    add_report: Callable[[Extended, Path], None],
 ) -> Extended:
-    """Write the checkpoint, its card, its record and its report.
+    """Write the checkpoint, its card and its record.
 
     Args:
         outcome: the outcome of the run so far, with a chosen method.
@@ -53,7 +51,6 @@ def write_extended(
         tokenizer: the tokenizer of the model.
         adapter: the folder of the trained adapter, which is merged; None where nothing was trained.
         overwrite: whether to replace what an earlier run wrote.
-        add_report: a function that writes a report of the outcome into a folder.
 
     Returns:
         The outcome with what was written.
@@ -100,7 +97,6 @@ def write_extended(
         write_atomically(folder / "extend.yaml", to_yaml(outcome.options))
         write_atomically(folder / EXTEND_RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
         write_atomically(folder / "README.md", checkpoint_card(outcome, base))
-        add_report(outcome, folder)
     return outcome
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,24 +87,20 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         asked = [(row, request) for row, of_row in enumerate(batch) for request in of_row.asked]
         for tokens in (ids, *(continuation for _, (_, _, continuation) in asked)):
             check_ids(tokens, reader.vocabulary)
-        nll = [torch.full((len(continuation),), math.nan, dtype=torch.float64) for _, (_, _, continuation) in asked]
-        best = [torch.empty_like(continuation) for _, (_, _, continuation) in asked]
+        scores: list[list[tuple[Tensor, ...]]] = [[] for _ in asked]
         past = self._new_cache(ids.shape[1])
         with self._autocast():
             for start, hidden in reader.read(ids, past, self.chunk):
-                spans = []
                 parts = []
-                for i, (row, (_, context, continuation)) in enumerate(asked):
-                    # The state at position p scores the token at p + 1.
-                    scored = context - 1
-                    low = max(start, scored)
-                    high = min(start + hidden.shape[1], scored + len(continuation))
-                    if low < high:
-                        spans.append((i, slice(low - scored, high - scored)))
-                        parts.append((hidden[row, low - start : high - start], continuation[spans[-1][1]]))
-                for (i, at), scores in zip(spans, scored_together(reader.score, parts), strict=True):
-                    nll[i][at], best[i][at] = scores
-        for (_, (number, context, continuation)), losses, tokens in zip(asked, nll, best, strict=True):
+                for row, (_, context, continuation) in asked:
+                    # The state at position p scores the token at p + 1; none of these may be among those just read.
+                    first = context - 1 - start
+                    states = hidden[row, max(first, 0) : max(first + len(continuation), 0)]
+                    parts.append((states, continuation[max(-first, 0) :][: len(states)]))
+                for of_request, part in zip(scores, scored_together(reader.score, parts), strict=True):
+                    of_request.append(part)
+        for (_, (number, context, continuation)), of_request in zip(asked, scores, strict=True):
+            losses, tokens = map(torch.cat, zip(*of_request, strict=True))
             if bool(losses.isnan().any()):
                 at_token = context + int(losses.isnan().nonzero()[0])
                 total = context + len(continuation)

@@ -71,7 +71,11 @@ def with_ours(arguments: Any) -> Any:
         arguments: the parsed arguments of lm-eval's command line, changed in place. Its ``--include_path`` may be
             several folders, joined as in ``PATH``; a ``--config`` may hold one too.
     """
-    given = _configured(arguments)
+    given: dict[str, Any] = {}
+    if getattr(arguments, "config", None):
+        from lm_eval.config.evaluate_config import EvaluatorConfig
+
+        given = EvaluatorConfig.load_yaml_config(arguments.config)
     if hasattr(arguments, "include_path"):
         own = arguments.include_path or given.get("include_path") or []
         folders = own.split(os.pathsep) if isinstance(own, str) else [str(folder) for folder in own]
@@ -82,15 +86,6 @@ def with_ours(arguments: Any) -> Any:
     if getattr(arguments, "model", "") is None and "model" not in given:
         arguments.model = "rope_patch"
     return arguments
-
-
-def _configured(arguments: Any) -> dict[str, Any]:
-    """Return what the file of ``--config`` says; nothing without one."""
-    if not getattr(arguments, "config", None):
-        return {}
-    from lm_eval.config.evaluate_config import EvaluatorConfig
-
-    return dict(EvaluatorConfig.load_yaml_config(arguments.config))
 
 
 if __name__ == "__main__":

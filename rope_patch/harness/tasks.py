@@ -240,8 +240,7 @@ def _prompt_maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str
     tokenizer, prefix = load_tokenizer(arguments)
     if turns is not None and tokenizer.bos_token is not None and turns[0].startswith(tokenizer.bos_token):
         prefix = ()  # lm-eval adds no token where the text begins with it
-    source = haystack if haystack in ("builtin", "noise") else Path(haystack).expanduser()
-    return PromptMaker(tokenizer, source, prefix=prefix, turns=turns)
+    return PromptMaker(tokenizer, haystack, prefix=prefix, turns=turns)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

@@ -191,8 +191,15 @@ def _recall(analysis: Analysis) -> DataTable:
     rows: list[Cells] = []
     for states in ("key", "query"):
         for row in analysis.recall(states):
-            shares = [number_text(row[name]) for name in ("below", "beyond")]
-            rows.append([figures.PLURAL_OF_ROLE[states], number_text(row["radius"], 1), f"{row['outliers']}", *shares])
+            rows.append(
+                [
+                    figures.PLURAL_OF_ROLE[states],
+                    number_text(row["radius"], 1),
+                    f"{row['outliers']}",
+                    number_text(row["below"]),
+                    number_text(row["beyond"]),
+                ]
+            )
     columns = ("Of the mean", "Longer than", "Outliers", "Below the frequency bound", "Beyond the angle bound")
     caption = (
         "Recall of Jonasson’s bounds (2025, table 2) at the paper’s lengths, and at "
@@ -205,8 +212,15 @@ def _sweep(analysis: Analysis) -> DataTable:
     """Return for each p the pairs that p-RoPE would stop, and what they carry."""
     rows: list[Cells] = []
     for point in analysis.p_sweep:
-        shares = (point.query_share, point.key_share, point.logit_share)
-        rows.append([f"{point.p:g}", Cell(str(point), style="left"), *(f"{100 * share:.1f} %" for share in shares)])
+        rows.append(
+            [
+                f"{point.p:g}",
+                Cell(str(point), style="left"),
+                f"{100 * point.query_share:.1f} %",
+                f"{100 * point.key_share:.1f} %",
+                f"{100 * point.logit_share:.1f} %",
+            ]
+        )
     columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits")
     caption = "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs."
     return DataTable("The p sweep", columns, rows, caption)

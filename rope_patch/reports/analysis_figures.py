@@ -25,6 +25,8 @@ BOUND_CAPTION = (
     "A line 2π/L, where there is one, is the frequency bound of Jonasson (2025): slower pairs make no full turn within "
     "the context L."
 )
+Panel = tuple[Tensor, dict[int, str]]
+"""The values of a heat map of pairs (rows, pairs), and the names of some of its rows."""
 MOST_CONTRIBUTIONS = 4
 """Number of outliers whose contribution by distance is drawn."""
 
@@ -56,8 +58,8 @@ def attention_masses(analysis: Analysis) -> Figure:
     ]
     # Layers may have different numbers of heads.
     values = pad_sequence(masses, batch_first=True, padding_value=math.nan)
-    rows = few([str(layer.index) for layer in layers])
-    columns = few([str(head) for head in range(values.shape[1])])
+    rows = few([layer.index for layer in layers])
+    columns = few(range(values.shape[1]))
     panels = [Map(name, values[..., i], rows, columns) for i, name in enumerate(names)]
     caption = (
         "Mean weight that each head puts on its own token, an earlier one, the first one, and the token that followed "
@@ -89,7 +91,7 @@ def single_head(analysis: Analysis, shown: SingleHead) -> Figure:
         terms = {"its own key": shown.mean_terms(0), "the previous key": shown.mean_terms(1)}
     sums = ", ".join(f"{number_text(float(values.sum()))} with {name}" for name, values in terms.items())
     caption = f"{title}. The bars add up to a mean logit of {sums}, without features outside the table."
-    rows = few([str(position) for position in range(len(shown.token_ids))])
+    rows = few(range(len(shown.token_ids)))
     context = analysis.capture.layer(shown.layer).context
     norms = [
         pair_map(f"Norms of the {name}", shown.norms(states), rows, shown.inv_freq, context)
@@ -102,7 +104,7 @@ def head_norms(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by head; the rows of positional heads are named."""
     positional = analysis.heads.positional()
 
-    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
         heads: list[Tensor] = []
         names: dict[int, tuple[int, str]] = {}
         most = 30 / sum(getattr(layer, role).heads for layer in layers)
@@ -142,10 +144,10 @@ def norms_by_text(analysis: Analysis) -> Figure:
 def largest_features(analysis: Analysis) -> Figure:
     """Return the figure of the largest magnitude of both features of each pair, by layer."""
 
-    def panel(layers: Sequence[LayerCapture], role: str) -> tuple[Tensor, dict[int, str]]:
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
         largest = torch.stack([getattr(layer, role).largest.amax(0) for layer in layers])
         pairs = pairs_of(largest, layers[0].query.pairs, layers[0].query.interleaved)
-        return pairs.amax(-1), few([str(layer.index) for layer in layers])
+        return pairs.amax(-1), few([layer.index for layer in layers])
 
     return _by_kind(
         analysis,
@@ -160,7 +162,7 @@ def largest_features(analysis: Analysis) -> Figure:
 
 def _by_kind(
     analysis: Analysis,
-    panel: Callable[[Sequence[LayerCapture], str], tuple[Tensor, dict[int, str]]],
+    panel: Callable[[Sequence[LayerCapture], str], Panel],
     *,
     ylabel: str,
     title: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
@@ -48,7 +48,11 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Methods compared", 
 
 
 def _section(comparison: Comparison, *, folded: bool) -> Section:
-    facts = _facts(comparison)
+    facts = [
+        ("Methods", ", ".join(comparison.scores)),
+        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
+        *scores_facts(comparison.rows[0].scores, comparison.text_name, comparison.text),
+    ]
     names = short_names(row.method for row in comparison.rows)
     comparison = replace(comparison, rows=tuple(replace(row, method=names[row.method]) for row in comparison.rows))
     columns = comparison.columns()
@@ -126,49 +130,56 @@ def _unpatched(comparison: Comparison) -> str:
 
 
 def _table(
-    title: str, labels: Sequence[str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
+    title: str,
+    labels: Iterable[str],
+    columns: Sequence[Column],
+    cell: Callable[[Column, str], Cell],
+    caption: str,
+    *,
+    folded: bool = False,
 ) -> DataTable:
-    rows: list[Cells] = [list(row) for row in zip(labels, *columns.values(), strict=True)]
-    return DataTable(title, ["Method", *columns], rows, caption, folded)
+    """Return a table with a row for each method, and a cell for each column and label of a method."""
+    return DataTable(
+        title,
+        ["Method", *(column.heading for column in columns)],
+        [[label, *(cell(column, label) for column in columns)] for label in labels],
+        caption,
+        folded,
+    )
 
 
 def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
-    labels = [row.label for row in comparison.rows]
-    shown = {}
-    for column in columns:
+    """Return the table of scores: winners with a star, and what is not separable from the best with a sign."""
+    scores = comparison.scores
+
+    def cell(column: Column, label: str) -> Cell:
         metric = METRICS[column.metric]
-        cells = []
-        tied = {method for method, difference in column.differences.items() if not difference.significant}
-        if len(tied) == len(comparison.rows) - 1:
-            tied = set()  # the intervals separate nothing, as with one window, and signs would say that all is alike
-        elif tied:
-            # The best is marked as well, since the intervals do not tell it from those.
-            tied.add(comparison.rows[column.best].label)
-        for row, value in zip(comparison.rows, column.values, strict=True):
-            note = ""
-            if metric.name == "retrieval":
-                answers_of = row.scores.retrieval[str(column.span.task)]
-                note = " to ".join(map(number_text, answers_of.interval(column.span.stop)))
-            style = ""
-            if row.label == column.winner:
-                style = "winner"
-            elif row.label in tied:
-                style = "tied"
-            cells.append(Cell(value_text(metric, value), note, style))
-        shown[column.heading] = cells
+        note = ""
+        if metric.name == "retrieval":
+            answers = scores[label].retrieval[str(column.span.task)]
+            note = " to ".join(map(number_text, answers.interval(column.span.stop)))
+        behind = [method for method, difference in column.differences.items() if difference.significant]
+        style = ""
+        if label == column.winner:
+            style = "winner"
+        # No signs if nothing is behind the best, as with one window: they would say that all is alike.
+        elif label not in behind and 0 < len(behind) < len(column.differences):
+            style = "tied"
+        return Cell(value_text(metric, metric.value(scores[label], column.span)), note, style)
+
     caption = (
         "ppl: perplexity at these positions [tokens], lower is better; a task: the share of its prompts of this length "
         "[tokens] that are answered exactly; logprob: the log-probability of the right answer [nats]."
     )
-    if UNPATCHED in labels:
+    if UNPATCHED in scores:
         caption = f"{UNPATCHED}: {_unpatched(comparison)}; {caption}"
-    if len(labels) > 1:
+    if len(scores) > 1:
         caption += (
             " ★ is ahead of every other method, ≈ is not separable from the best, by paired "
             f"95 % intervals; in a column without a sign they separate no method from the "
             f"best. {INTERVALS}"
         )
-    return _table("Scores", labels, shown, caption)
+    return _table("Scores", scores, columns, cell, caption)
 
 
 def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool) -> list[DataTable]:
@@ -181,19 +192,16 @@ def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool)
     others = [label for label in labels if label != base]
     if not others:
         return []
-    shown = {}
-    for column in columns:
-        metric = METRICS[column.metric]
-        cells = []
-        for label in others:
-            change = comparison.difference(label, base, column.metric, column.span)
-            cells.append(change_cell(metric, change, "" if change.significant else "tied"))
-        shown[column.heading] = cells
+
+    def cell(column: Column, label: str) -> Cell:
+        change = comparison.difference(label, base, column.metric, column.span)
+        return change_cell(METRICS[column.metric], change, "" if change.significant else "tied")
+
     caption = (
         "On the same windows and prompts, with the 95 % interval of each change by "
         "itself; ppl in percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
-    return [_table(f"Change from {base_name}", others, shown, caption, folded=folded)]
+    return [_table(f"Change from {base_name}", others, columns, cell, caption, folded=folded)]
 
 
 def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Cell:
@@ -212,9 +220,8 @@ def before_after(comparison: Comparison, chosen: str) -> DataTable:
         comparison: the comparison, with the unpatched model as ``"default"``.
         chosen: the label of the chosen method.
     """
-    scores = {row.label: row.scores for row in comparison.rows}
-    before = scores[UNPATCHED]
-    after = scores[chosen]
+    before = comparison.scores[UNPATCHED]
+    after = comparison.scores[chosen]
     rows: list[Cells] = []
     for length in comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):
@@ -239,16 +246,6 @@ def _what(metric: Metric, span: Span) -> str:
     if metric.of_text:
         return f"{metric.name} at positions {span}"
     return f"{metric.name} of {span.task} prompts of {span}"
-
-
-def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What was measured, on what, and with what."""
-    scores = comparison.rows[0].scores
-    facts = [
-        ("Methods", ", ".join(row.label for row in comparison.rows)),
-        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
-    ]
-    return [*facts, *scores_facts(scores, comparison.text_name, comparison.text)]
 
 
 def scores_facts(scores: EvalResult, text_name: str, text_sha256: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.verdicts import NOISE, CheckRow
+from rope_patch.kv_evaluation.verdicts import NOISE
 from rope_patch.reports.comparison import change_cell, scores_facts
 from rope_patch.runtime import page as pages
 from rope_patch.runtime.captions import windows_text
@@ -55,20 +55,23 @@ def _table(check: KVCheck, length: int) -> DataTable:
     rows: list[Cells] = []
     for method in check.methods:
         for row in check.of(method):
-            values = [value_text(metric, metric.value(row.scores, span)) for metric, span in metrics]
-            if row.divergence is None:
-                changes = [cell for value in values for cell in (value, "–")]
-                rows.append([f"{method}: full precision", Cell("", style="left"), "16", "–", "–", *changes])
-                continue
-            divergence = row.divergences[length]
-            columns_of_kl = f"{number_text(divergence.kl, 4)}", f"{number_text(100 * divergence.top1, 1)} %"
-            verdict = check.verdict(row, length)
-            bits = Cell(number_text(row.cache_bits[length]), number_text(row.bits))
-            verdict_cell = Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind)
-            cells: Cells = [verdict_cell, bits, *columns_of_kl]
-            for value, (metric, span) in zip(values, metrics, strict=True):
-                cells += [value, change_cell(metric, check.change(row, metric, span))]
-            rows.append([row.format, *cells])
+            cells: Cells = [f"{method}: full precision", Cell("", style="left"), "16", "–", "–"]
+            if row.divergence is not None:
+                divergence = row.divergences[length]
+                verdict = check.verdict(row, length)
+                cells = [
+                    row.format,
+                    Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind),
+                    Cell(number_text(row.cache_bits[length]), number_text(row.bits)),
+                    number_text(divergence.kl, 4),
+                    f"{number_text(100 * divergence.top1, 1)} %",
+                ]
+            for metric, span in metrics:
+                change = Cell("–")
+                if row.divergence is not None:
+                    change = change_cell(metric, check.change(row, metric, span))
+                cells += [value_text(metric, metric.value(row.scores, span)), change]
+            rows.append(cells)
     limits = check.limits
     caption = (
         f"Safe: the 95 % interval of the change of perplexity lies within "
@@ -89,15 +92,22 @@ def _attribution(check: KVCheck) -> Section:
     causes = list(dict.fromkeys(found))
     costs: list[Cells] = []
     helps: list[Cells] = []
-    for row in _quantized(check):
+    for row in (row for method in check.methods for row in check.of(method)[1:]):
         lengths = [str(length) for length in check.lengths if check.verdict(row, length).kind == "unsafe"]
         if not lengths or row.attribution is None:
             continue
         attribution = row.attribution
         name = f"{row.method}: {row.format}"
-        numbers = [number_text(cost, 4) for cost in (attribution.whole, attribution.keys)]
-        texts = (attribution.by_layer, attribution.causes or "–")
-        costs.append([name, ", ".join(lengths), *numbers, *(Cell(text, style="text") for text in texts)])
+        costs.append(
+            [
+                name,
+                ", ".join(lengths),
+                number_text(attribution.whole, 4),
+                number_text(attribution.keys, 4),
+                Cell(attribution.by_layer, style="text"),
+                Cell(attribution.causes or "–", style="text"),
+            ]
+        )
         for remedy in attribution.remedies:
             offered = Cell(remedy.offered or "–", style="text")
             helps.append([name, Cell(remedy.name, style="text"), number_text(remedy.kl, 4), offered])
@@ -132,19 +142,11 @@ def _how(check: KVCheck) -> Section:
         "precision, differences of about 1e-4 nats/token (KL), or 1e-3 where keys have long biases, are noise: full "
         "precision is read by the model’s own attention, a format by this package’s."
     )
-    return Section("How it was measured", [answer], [Note(note), pages.facts(_facts(check), check.environment)])
-
-
-def _facts(check: KVCheck) -> list[tuple[str, str]]:
-    """What was measured, on what, and with what."""
     tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
-    return [
+    facts = [
         ("Model", check.model),
         ("Methods", ", ".join(check.meant(method) for method in check.methods)),
         ("Tables", "; ".join(tables)),
         *scores_facts(check.rows[0].scores, check.text, check.digest),
     ]
-
-
-def _quantized(check: KVCheck) -> list[CheckRow]:
-    return [row for method in check.methods for row in check.of(method)[1:]]
+    return Section("How it was measured", [answer], [Note(note), pages.facts(facts, check.environment)])

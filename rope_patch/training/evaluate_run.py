@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference, change_sentence, column_heading, spans_of
+from rope_patch.evaluation.metrics import METRICS, change_sentence, column_heading, spans_of
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
@@ -77,10 +77,7 @@ def metrics(result: EvalResult) -> dict[str, float]:
     # Retrieval stands first: the model card lists the numbers in this order.
     for metric in sorted(METRICS.values(), key=lambda one: one.name != "retrieval"):
         for span in spans_of(metric, result.spec):
-            place = str(span.stop)
-            if span.start is not None:
-                place = f"{span.start}_{span.stop}"
-            numbers[f"{metric.name}_{place}"] = metric.value(result, span)
+            numbers[f"{metric.name}_{span}".replace("-", "_")] = metric.value(result, span)
     return numbers
 
 
@@ -97,17 +94,12 @@ def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
         for span in spans_of(metric, after.spec):
             label = column_heading(metric, span)
             difference = metric.difference(after, before, span)
-            verdict, sentence = _verdict(metric, label, difference)
+            change = f"{metric.name} {change_sentence(metric, difference)}"
+            verdict = "no significant difference"
+            sentence = f"{label}: no significant difference from before training: {change}"
+            if difference.significant:
+                verdict = "better" if (difference.low < 0) == metric.lower_is_better else "worse"
+                sentence = f"{label} is significantly {verdict} than before training: {change}"
             values = {"metric": name, "label": label, **difference._asdict(), "verdict": verdict, "sentence": sentence}
             compared.append(finite(values))
     return compared
-
-
-def _verdict(metric: Metric, label: str, difference: PairedDifference) -> tuple[str, str]:
-    change = f"{metric.name} {change_sentence(metric, difference)}"
-    if not difference.significant:
-        return "no significant difference", f"{label}: no significant difference from before training: {change}"
-    verdict = "worse"
-    if (difference.low < 0) == metric.lower_is_better:
-        verdict = "better"
-    return verdict, f"{label} is significantly {verdict} than before training: {change}"

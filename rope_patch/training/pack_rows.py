@@ -37,6 +37,8 @@ ROWS_FILE = "rows.arrow"
 HELD_OUT_FILE = "held_out.json"
 """Name of the file, beside the rows, of the texts that are kept from training."""
 
+Document = tuple[list[int], list[int]]
+"""The token ids of a document, and the labels that are learned, as many."""
 DOCUMENTS_CHECKED = 1000
 """Number of documents that are searched for one as long as a row; if there is none among them, the run is refused."""
 
@@ -86,9 +88,7 @@ def text_files(source: str | Path) -> list[Path]:
     return [path]
 
 
-def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], learn: str
-) -> tuple[list[int], list[int]]:
+def conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], learn: str) -> Document:
     """Return the tokens and labels of a conversation in the model's chat template.
 
     Args:
@@ -170,7 +170,7 @@ def held_out(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, folder:
 
 def read_documents(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase, seed: int, without: Collection[str] = ()
-) -> Iterator[tuple[list[int], list[int]]]:
+) -> Iterator[Document]:
     """Yield the tokens and labels of every document that is not empty, nor among those that are held out.
 
     Raises:
@@ -197,9 +197,7 @@ def read_documents(
             raise ValueError(f"data.column must hold {expected}, got {type(value).__name__}")
 
 
-def pack(
-    documents: Iterable[tuple[list[int], list[int]]], length: int, *, apart: bool = False
-) -> Iterator[dict[str, list[int]]]:
+def pack(documents: Iterable[Document], length: int, *, apart: bool = False) -> Iterator[dict[str, list[int]]]:
     """Yield rows of ``length`` tokens that hold every token once, in order, until the documents end within a row.
 
     Args:
@@ -217,15 +215,16 @@ def pack(
         while done < len(tokens):
             part = slice(done, done + length - len(ids))
             start = 0 if apart else len(ids)
+            labels += learned[part]
+            if start == 0:
+                # Nothing in view predicts this token: neither an earlier row nor, where they are kept apart, an earlier
+                # document.
+                labels[len(ids)] = IGNORED_LABEL
+            ids += tokens[part]
             positions += range(start, start + len(tokens[part]))
-            ids = ids + tokens[part]
-            labels = labels + learned[part]
             done = part.stop
             if len(ids) == length:
-                # At position 0 nothing in view predicts the token: neither an earlier row nor, where they are kept
-                # apart, an earlier document.
-                heard = [IGNORED_LABEL if at == 0 else label for at, label in zip(positions, labels, strict=True)]
-                yield {"input_ids": ids, "labels": heard, "position_ids": positions}
+                yield {"input_ids": ids, "labels": labels, "position_ids": positions}
                 ids = []
                 labels = []
                 positions = []
@@ -322,7 +321,7 @@ def packed_rows(
 
 def _endless(
     options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, without: Collection[str]
-) -> Iterator[tuple[list[int], list[int]]]:
+) -> Iterator[Document]:
     """Yield the documents, and start over whenever they end."""
     for epoch in itertools.count():
         if epoch == 1:

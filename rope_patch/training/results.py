@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rope_patch.evaluation.intervals import INTERVAL_OVER_PROMPTS, INTERVAL_OVER_WINDOWS
+from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
 from rope_patch.modeling.environment import environment
 from rope_patch.options.finetune import RecipeOptions
@@ -27,32 +27,32 @@ from rope_patch.training.trainer import LongTrainer
 
 CARD_TEMPLATE = """---
 {head}---
-# {model}, {patch}, {length} tokens
+# {options.model.name}, {patch}, {results[target_length]} tokens
 
 ```python
 import rope_patch
 
-model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
+model = rope_patch.load("THIS FOLDER", dtype="{options.model.dtype}")
 ```
 {warning}
 ## Scores
 
 {scores}
 
-Retrieval: exact match of greedy decoding on {asked} {task} prompts per length. Perplexity: by position, over {windows}
-windows of {text}. {population}
+Retrieval: exact match of greedy decoding on {asked} {options.evaluation.task} prompts per length. Perplexity: by
+position, over {windows} windows of {results[text]}. {population}
 
 {sentences}
 
 ## Training
 
 ```bash
-{command}
+{results[command]}
 ```
 
-{steps} steps, {tokens:,} tokens{best}. Environment: {environment}.
+{results[steps]} steps, {results[tokens]:,} tokens{best}. Environment: {environment}.
 ```yaml
-{options}```
+{yaml}```
 """
 
 ADAPTER_WARNING = """
@@ -90,6 +90,10 @@ def write_results(
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
     model: Any = trainer.model
     record = verify_model(model)
+    # Without a patch, the model before training is the unpatched one.
+    unpatched = "unpatched"
+    if unpatched not in evaluations and not record.changed:
+        unpatched = "before"
     state = trainer.state
     results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
@@ -106,7 +110,7 @@ def write_results(
         "before": None,
         **{name: metrics(scores) for name, scores in evaluations.items()},
         "changes": compared,
-        "notes": _notes(trained_length(model), record.changed, evaluations),
+        "notes": retrieval_warnings(evaluations, unpatched, trained_length(model)),
     }
     evaluated = {name: scores.to_dict() for name, scores in evaluations.items()}
     write_atomically(out / "evaluation.json", json.dumps(evaluated, allow_nan=False))
@@ -115,14 +119,6 @@ def write_results(
         out / RESULTS_FILE, json.dumps(results, indent=1, allow_nan=False) + "\n"
     )  # written last: its presence means that the run is finished
     return results
-
-
-def _notes(trained: int, is_patched: bool, evaluations: Mapping[str, EvalResult]) -> list[str]:
-    """Return warnings if the unpatched model was not measured or fails the task within its trained length [tokens]."""
-    unpatched = "unpatched"
-    if unpatched not in evaluations and not is_patched:
-        unpatched = "before"
-    return retrieval_warnings(evaluations, unpatched, trained)
 
 
 def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalResult) -> str:
@@ -151,24 +147,18 @@ def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalRes
     head["tags"] = ["rope_patch", "long-context"]
     return CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False),
-        dtype=options.model.dtype,
-        model=options.model.name,
+        options=options,
+        results=results,
         patch=patch,
-        length=results["target_length"],
         warning=warning,
         scores=scores_table(results),
         asked=len(retrieval.samples(after.spec.lengths[0])),
-        task=options.evaluation.task,
         windows=after.perplexity.windows if after.perplexity else 0,
-        text=results["text"],
-        population=f"{INTERVAL_OVER_WINDOWS} {INTERVAL_OVER_PROMPTS}",
+        population=POPULATION,
         sentences="\n".join(sentences),
-        command=results["command"],
-        steps=results["steps"],
-        tokens=results["tokens"],
         best=best,
         environment=", ".join(f"{name} {value}" for name, value in results["environment"].items()),
-        options=to_yaml(options),
+        yaml=to_yaml(options),
     )
 
 

@@ -153,7 +153,7 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
     # Under LoRA the embeddings are frozen, so no input needs a gradient, which torch's reentrant variant requires.
     how = {"use_reentrant": False}
     checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing, f"{_CHECKPOINTING}_kwargs": how}
-    evaluation: dict[str, Any] = {"eval_strategy": "no"}
+    evaluation: dict[str, Any] = {}
     if every:
         evaluation = {
             "eval_strategy": "steps",
@@ -186,7 +186,6 @@ def training_arguments(options: RecipeOptions, folder: Path) -> TrainingArgument
         # Liger's fused loss and rotary kernel would replace ours; its norms and MLPs do not.
         liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
         seed=train.seed,
-        save_strategy="steps",
         save_steps=options.save_every,
         save_total_limit=train.keep,
         **evaluation,

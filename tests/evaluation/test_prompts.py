@@ -137,7 +137,8 @@ def test_haystacks_by_name_and_by_path(tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     with pytest.raises(ValueError, match="text"):
         Haystack.of(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match="essays"):
+    assert Haystack.of(str(tmp_path / "b.txt")) == Haystack("second", "b.txt")
+    with pytest.raises(FileNotFoundError, match="essays"):
         Haystack.of("essays")
     with pytest.raises(ValueError, match="empty"):
         PromptMaker(TOKENIZER, Haystack(" "))

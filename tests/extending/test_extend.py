@@ -167,7 +167,7 @@ def test_card_and_terms_of_a_base_on_the_hub_are_kept_as_far_as_they_can_be_had(
     else:
         monkeypatch.setattr("huggingface_hub.snapshot_download", incomplete)
     outcome = replace(extended[0], options=replace(extended[0].options, model="someone/llama"), output=None)
-    write_extended(outcome, out, llama, TOKENIZER, None, overwrite=False, add_report=lambda *_: None)
+    write_extended(outcome, out, llama, TOKENIZER, None, overwrite=False)
     head = metadata_load(out / "README.md")
     assert (head["base_model"], head["license"], head["language"]) == ("someone/llama", "llama3", ["en", "de"])
     assert (out / "BASE_README.md").read_text() == texts["README.md"] and (out / "LICENSE").exists() == reached

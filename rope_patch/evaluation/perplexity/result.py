@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ class DocumentScore:
     total_tokens: int
     total_nll: float
     bytes: int | None
+
+    def __add__(self, other: DocumentScore) -> DocumentScore:
+        """Return the score of both together, under the name of the first."""
+        return DocumentScore(
+            self.name,
+            tuple(map(operator.add, self.tokens, other.tokens)),
+            tuple(map(operator.add, self.nll, other.nll)),
+            self.total_tokens + other.total_tokens,
+            self.total_nll + other.total_nll,
+            None if self.bytes is None else self.bytes + (other.bytes or 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,9 @@ def sum_up(
     if len(documents) == 1:
         (units,) = documents.values()
     else:
-        units = [_joined(names[number], windows) for number, windows in documents.items()]
+        # sum() rounds otherwise in newer releases of Python.
+        joined = {number: functools.reduce(operator.add, windows) for number, windows in documents.items()}
+        units = [replace(score, name=names[number]) for number, score in joined.items()]
     tokens = sum(u.total_tokens for u in units)
     nll = sum(u.total_nll for u in units)
     buckets = []
@@ -201,20 +214,4 @@ def sum_up(
         chunk=chunk,
         buckets=tuple(buckets),
         documents=tuple(units),
-    )
-
-
-def _joined(name: str, windows: Sequence[DocumentScore]) -> DocumentScore:
-    """Return the score of a document from those of its windows."""
-
-    def total(values: Iterable[Any]) -> Any:
-        return functools.reduce(operator.add, values)  # sum() rounds otherwise in newer releases of Python
-
-    return DocumentScore(
-        name=name,
-        tokens=tuple(map(total, zip(*(one.tokens for one in windows), strict=True))),
-        nll=tuple(map(total, zip(*(one.nll for one in windows), strict=True))),
-        total_tokens=total(one.total_tokens for one in windows),
-        total_nll=total(one.total_nll for one in windows),
-        bytes=None if windows[0].bytes is None else total(one.bytes for one in windows),
     )

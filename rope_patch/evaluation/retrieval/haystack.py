@@ -35,11 +35,11 @@ class Haystack:
 
     @classmethod
     def of(cls, source: str | Path | Haystack) -> Haystack:
-        """Return the haystack called ``"builtin"`` or ``"noise"``, or that of a file or folder (``Path``).
+        """Return the haystack called ``"builtin"`` or ``"noise"``, or that of a file or folder.
 
         Raises:
             FileNotFoundError: the file or folder does not exist.
-            ValueError: the name is unknown, or there is no text.
+            ValueError: there is no text.
         """
         match source:
             case Haystack():
@@ -48,10 +48,9 @@ class Haystack:
                 haystack = cls(builtin_text("haystack").text, "builtin")
             case "noise":
                 haystack = cls(NOISE, "noise", endless=True)
-            case Path():
-                haystack = cls(whole_text(source), source.name)
             case _:
-                raise ValueError(f"haystack must be 'builtin', 'noise' or a Path, got {source!r}")
+                path = Path(source).expanduser()
+                haystack = cls(whole_text(path), path.name)
         if not haystack.text.strip():
             raise ValueError("the haystack is empty")
         return haystack

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,8 +109,7 @@ class RetrievalResult:
 
     def accuracy(self, length: int) -> float:
         """Return the share of exact matches at a length, over all depths."""
-        samples = self.samples(length)
-        return sum(sample.correct for sample in samples) / len(samples)
+        return fmean(sample.correct for sample in self.samples(length))
 
     def answered(self, length: int) -> str:
         """Return how many prompts of a length are answered, as a text: ``2 of 6``."""
@@ -232,20 +232,16 @@ def retrieval(
         work=finished_work(model, resume, spec.longest, cache),
     )
     stops = stop_ids(model, tokenizer)
-    columns: dict[int, list[list[Sample]]] = {length: [] for length in first}  # samples of each haystack, by depth
+    samples = defaultdict[tuple[int, float], list[Sample]](list)
     with in_eval_mode(model):
         for prompts, answers in answered:
-            pairs = zip(prompts, answers, strict=True)
-            graded = [grade(tokenizer, TASKS[task], prompt, Answer(**answer), stops) for prompt, answer in pairs]
-            columns[len(prompts[0].ids)].append([*itertools.chain(*graded)])
-    cells = []
-    for length, prompts in first.items():
-        depths = [depth for prompt in prompts for depth in prompt.depths]
-        samples = zip(*columns[length], strict=True)
-        cells += [RetrievalCell(length, depth, answers) for depth, answers in zip(depths, samples, strict=True)]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                graded = grade(tokenizer, TASKS[task], prompt, Answer(**answer), stops)
+                for depth, sample in zip(prompt.depths, graded, strict=True):
+                    samples[len(prompt.ids), depth].append(sample)
     return RetrievalResult(
         task=task,
-        cells=tuple(cells),
+        cells=tuple(RetrievalCell(*place, tuple(of_place)) for place, of_place in samples.items()),
         seed=spec.seed,
         haystack=maker.haystack.name,
         haystack_sha256=maker.haystack.sha256,

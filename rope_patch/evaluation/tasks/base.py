@@ -81,15 +81,19 @@ class Draw:
     tokenizer: Any
     rng: random.Random
 
+    def number(self, digits: int) -> str:
+        """Return a number with this number of digits, of which the first is not 0, as in RULER."""
+        return str(self.rng.randrange(10 ** (digits - 1), 10**digits))
+
     def numbers(self, count: int, digits: int) -> list[str]:
-        """Return ``count`` different numbers with this number of digits, of which the first is not 0, as in RULER.
+        """Return ``count`` different numbers, as :meth:`number` draws them.
 
         Args:
             count: the number of numbers that are returned.
             digits: the number of digits of each.
         """
         # More than needed, because some repeat and some have another number of tokens.
-        pool = [str(self.rng.randrange(10 ** (digits - 1), 10**digits)) for _ in range(64 + count)]
+        pool = [self.number(digits) for _ in range(64 + count)]
         return self.equally_long(list(dict.fromkeys(pool)), count)
 
     def names(self, count: int) -> list[str]:
@@ -221,6 +225,8 @@ class NeedleTask(Task):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth."""
+        values = self.values(len(depths), draw)
+        names = self.names(len(depths), draw)
         return [
             Question(
                 hidden=((depth, self.needle.format(value=value, name=name)),),
@@ -229,12 +235,16 @@ class NeedleTask(Task):
                 parts=(value,),
                 depths=(depth,),
             )
-            for depth, value, name in zip(depths, *self.values_and_names(len(depths), draw), strict=True)
+            for depth, value, name in zip(depths, values, names, strict=True)
         ]
 
-    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return ``count`` values, and the names that they belong to."""
-        return draw.numbers(count, self.digits), draw.names(count)
+    def values(self, count: int, draw: Draw) -> list[str]:
+        """Return different values, equally long in tokens."""
+        return draw.numbers(count, self.digits)
+
+    def names(self, count: int, draw: Draw) -> list[str]:
+        """Return the names that the values belong to."""
+        return draw.names(count)
 
 
 class CrowdedTask(NeedleTask):
@@ -243,24 +253,30 @@ class CrowdedTask(NeedleTask):
     Attributes:
         opening: text before the needles.
         closing: text after the needles; it may hold one more needle, as ``{name}`` and ``{value}``.
+        endless_names: function that yields the names of needles, without end or until there are no more.
     """
 
+    endless_names: ClassVar[staticmethod[[random.Random], Iterator[str]]]
     opening: ClassVar[str] = ""
     closing: ClassVar[str] = ""
     anywhere = True
 
-    @abstractmethod
-    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
-        """Yield names and values of other needles; some may be equal to those asked for."""
+    def names(self, count: int, draw: Draw) -> list[str]:
+        """Return names, equally long in tokens."""
+        return draw.of_common_length(self.endless_names, count)
+
+    def other_values(self, draw: Draw) -> Iterator[str]:
+        """Yield values of other needles; some may be equal to those asked for."""
+        while True:
+            yield draw.number(self.digits)
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return a question for each depth; the other needles are the same for all."""
         questions = super().questions(depths, draw)
         asked_for = "".join(text for question in questions for _, text in question.hidden)
         # Another needle with the name or the value that is asked for would make the answer ambiguous.
-        others = (
-            (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
-        )
+        drawn = zip(self.endless_names(draw.rng), self.other_values(draw), strict=False)
+        others = ((name, value) for name, value in drawn if name not in asked_for and value not in asked_for)
         closing = self.closing
         pieces = list[str]()
         if "{name}" in closing:
@@ -283,10 +299,12 @@ class CrowdedTask(NeedleTask):
 class UuidTask(CrowdedTask):
     """A task with a UUID for each UUID, among others."""
 
-    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return UUIDs as values, and UUIDs as the names that they belong to."""
-        return draw.of_common_length(endless_uuids, count), draw.of_common_length(endless_uuids, count)
+    endless_names = staticmethod(endless_uuids)
 
-    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
-        """Yield other names and values."""
-        return zip(endless_uuids(draw.rng), endless_uuids(draw.rng), strict=True)
+    def values(self, count: int, draw: Draw) -> list[str]:
+        """Return UUIDs as values."""
+        return draw.of_common_length(endless_uuids, count)
+
+    def other_values(self, draw: Draw) -> Iterator[str]:
+        """Yield UUIDs."""
+        return endless_uuids(draw.rng)

@@ -1,8 +1,6 @@
 """A number that belongs to a word, among as many other words with numbers as the prompt has room for."""
 
-from collections.abc import Iterator
-
-from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, endless_pairs
+from rope_patch.evaluation.tasks.base import CrowdedTask, endless_pairs
 
 
 class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
@@ -17,12 +15,4 @@ class NiahMultikey2(CrowdedTask, name="niah_multikey_2"):
     question = " What is the magic number of {name}?"
     answer_prefix = " The magic number of {name} is"
     digits = 7
-
-    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return numbers and words."""
-        return draw.numbers(count, self.digits), draw.of_common_length(endless_pairs, count)
-
-    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
-        """Yield other words and their numbers."""
-        for name in endless_pairs(draw.rng):
-            yield name, str(draw.rng.randrange(10 ** (self.digits - 1), 10**self.digits))
+    endless_names = staticmethod(endless_pairs)

@@ -15,6 +15,6 @@ class Passkey(NeedleTask, name="passkey"):
     answer_prefix = " The pass key is"
     digits = 5
 
-    def values_and_names(self, count: int, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return numbers and empty names: there is one number in each prompt, so it needs no name."""
-        return draw.numbers(count, self.digits), [""] * count
+    def names(self, count: int, draw: Draw) -> list[str]:
+        """Return empty names: there is one number in each prompt, so it needs no name."""
+        return [""] * count

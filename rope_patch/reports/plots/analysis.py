@@ -301,11 +301,11 @@ def add_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, extend
     return bar
 
 
-def few(names: Sequence[str]) -> dict[int, str]:
-    """Return about eight names by their number, at an even step.
+def few(numbers: Sequence[int]) -> dict[int, str]:
+    """Return about eight numbers as text by their place, at an even step.
 
-    >>> list(few(["a"] * 6)), list(few(["a"] * 30))
+    >>> list(few(range(6))), list(few(range(30)))
     ([0, 1, 2, 3, 4, 5], [0, 4, 8, 12, 16, 20, 24, 28])
     """
-    step = max(1, round(len(names) / 8))
-    return {place: names[place] for place in range(0, len(names), step)}
+    step = max(1, round(len(numbers) / 8))
+    return {place: str(numbers[place]) for place in range(0, len(numbers), step)}

@@ -66,7 +66,7 @@ TRAINING = (
     Mutation(
         "first_token_of_a_row_is_learned",
         "rope_patch/training/pack_rows.py",
-        "IGNORED_LABEL if at == 0 else label",
-        "label",
+        "labels[len(ids)] = IGNORED_LABEL",
+        "pass",
     ),
 )
