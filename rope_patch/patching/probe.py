@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch.patching.config_settings import set_rotary_settings, silent_transformers
-from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
+from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.tables import Tables
 
 PROBE_TOKENS = 8
@@ -69,7 +69,6 @@ def probe(
     configs: Sequence[PreTrainedConfig],
     settings: Mapping[str, Any],
     tables: Tables,
-    layout: RotaryLayout,
 ) -> Probe:
     """Build a model without weights, run its decoder, and note what reads its ``rope_parameters``.
 
@@ -82,7 +81,6 @@ def probe(
         configs: the configs that hold rotary settings.
         settings: the rotary settings before any patch.
         tables: the tables before any patch, by layer type.
-        layout: the layout in which the rotary module returns cos and sin.
     """
     reads: list[Read] = []
     built = copy_without_weights(model, configs, settings, reads)
@@ -98,7 +96,7 @@ def probe(
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)
     while_built = len(reads)
-    patched = PatchedRotary(tables, rotary, layout=layout)
+    patched = PatchedRotary(tables, rotary)
     runs = {kind: _run(copied, rotary, kind, patched) for kind in tables}
     if not all(completed for *_, completed in runs.values()):
         # A layer that fails on meta tensors must not hide what the layers after it do.
