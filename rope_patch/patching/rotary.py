@@ -199,7 +199,6 @@ class PatchedRotary(nn.Module):
     def __init__(self, tables: Mapping[str | None, RotaryTable], original: nn.Module) -> None:
         super().__init__()
         self.tables = dict(tables)
-        self.config = original.config
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
