@@ -201,7 +201,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
             patch(model)
         return model
     source, from_pretrained = _in_subfolder(source, from_pretrained)
-    hub: dict[str, Any] = {}
+    hub = {}
     if not Path(source).is_dir():
         hub = {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
     if is_adapter(source, **hub):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class PerPair(Method):
     The list decides how far the table reaches. Without it no frequency changes.
     """
 
-    extends: ClassVar[bool] = True
+    extends = True
 
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a table with another number of pairs."""

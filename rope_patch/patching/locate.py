@@ -383,7 +383,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
         source = config.name_or_path or location.name
         raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
-    warnings: list[str] = []
+    warnings = []
     held = original_tables(original)
     for kind, table in tables.items():
         if location.record is not None and key_of(kind) in location.record.edited:

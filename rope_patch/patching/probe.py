@@ -105,7 +105,7 @@ def probe(
                 module.forward = _passing_on(module.forward)
         runs = {kind: _run(copied, rotary, kind, patched, failing=True) for kind in tables}
     running = {(module, keys) for module, keys in reads[while_built:] if module in own}
-    refusals: dict[str | None, str] = {}
+    refusals = {}
     sights = set[float]()
     for kind, (misfits, windows, _) in runs.items():
         sights |= windows
@@ -294,7 +294,7 @@ def _run(
         The reasons why the patched module cannot take the place of the rotary one; the windows of the layers that use
         the table, infinite for one that may see all; and whether the decoder ran to its end.
     """
-    misfits: list[str] = []
+    misfits = []
     windows = set[float]()
     _WINDOWS.set(windows)
 

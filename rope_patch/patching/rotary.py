@@ -18,7 +18,7 @@ from rope_patch.tables import RotaryTable
 
 def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the tables that a module of transformers owns, by layer type."""
-    tables: dict[str | None, Tensor] = {}
+    tables = {}
     for name, buffer in module.named_buffers(recurse=False):
         # The copies in original_inv_freq, to which a dynamic table returns for short sequences, are not in use.
         if name.endswith("inv_freq") and "original_" not in name:
