@@ -349,10 +349,8 @@ def holds_adapters_twice(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter that is not on the meta device."""
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    return torch.device("cpu")
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 # --- the base tables -------------------------------------------------------------------------------------------------
