@@ -47,7 +47,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     write_atomically(folder / RECORD_FILE, json.dumps(data, indent=1) + "\n")
 
 
-def write_patch_files(record: PatchRecord, model: nn.Module, folder: Path) -> None:
+def write_patch_files(record: PatchRecord, model: nn.Module, folder: Path, beside: Path | None = None) -> None:
     """Write a record beside a checkpoint and every adapter in it, and bring the checkpoint's other files into line.
 
     The config gets the keys that transformers 4 reads, and the tokenizer the context that the patch states.
@@ -56,6 +56,7 @@ def write_patch_files(record: PatchRecord, model: nn.Module, folder: Path) -> No
         record: the patch record of the model.
         model: the model that was saved, whose adapters are in the folder. Others in it may have other records.
         folder: the folder of the checkpoint.
+        beside: the folder that it will be moved over, if there is one.
     """
     # PEFT writes every adapter but the one named "default" into a subfolder.
     for name in ("", *getattr(saved_module(model), "peft_config", ())):
@@ -65,7 +66,7 @@ def write_patch_files(record: PatchRecord, model: nn.Module, folder: Path) -> No
             _note_in_card(record, path)
     if (folder / CONFIG_FILE).is_file():
         add_older_keys(folder)
-    raise_length(folder, record)
+    raise_length(folder, record, beside)
 
 
 _NOTE = "> **Rotary patch:**"

@@ -36,7 +36,6 @@ from rope_patch.checkpoints.adapters import (
 from rope_patch.checkpoints.load_gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.source_files import auto_class, check_older_keys, config_json, explained
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
-from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import refuse_repacked_weights, wrong_tensors, wrong_tensors_in_load
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.patching.install import apply, reapply
@@ -125,8 +124,7 @@ def save(
                 copy_tokenizer(locate(model).model, folder, beside=Path(out))
             elif tokenizer is not False:
                 tokenizer.save_pretrained(folder)
-            bring_settings(Path(out), folder)
-            write_patch_files(record, model, folder)
+            write_patch_files(record, model, folder, beside=Path(out))
             if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, locate(model).model)):
                 raise ValueError(
                     f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
@@ -203,7 +201,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
             patch(model)
         return model
     source, from_pretrained = _in_subfolder(source, from_pretrained)
-    hub: dict[str, Any] = {}
+    hub = {}
     if not Path(source).is_dir():
         hub = {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
     if is_adapter(source, **hub):

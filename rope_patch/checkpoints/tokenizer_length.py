@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,24 @@ FOUND_KEY = "rope_patch"
 """Key in tokenizer_config.json for the values before the patch, which a restore needs. transformers keeps such keys."""
 
 
-def raise_length(folder: Path, record: PatchRecord) -> None:
+def raise_length(folder: Path, record: PatchRecord, beside: Path | None = None) -> None:
     """Raise the length at which a folder's tokenizer cuts texts to the context that a patch states.
 
     With ``truncation=True``, as pipelines and sentence-transformers call it, a tokenizer cuts at its own
     ``model_max_length``, whatever the config of the model says.
+
+    Args:
+        folder: the folder.
+        record: the record of the patch.
+        beside: the folder that ``folder`` will be moved over, whose tokenizer stays if ``folder`` has none.
     """
     settings = _settings(folder)
+    if beside is not None and not (folder / _SETTINGS_FILE).exists():
+        settings = _settings(beside)
     if _cuts_below(settings, record):
         # A second patch must not overwrite the length from before the first.
         settings.setdefault(FOUND_KEY, {LENGTH_KEY: settings[LENGTH_KEY]})
         _write_settings(folder, settings | {LENGTH_KEY: record.target_length})
-
-
-def bring_settings(old: Path, folder: Path) -> None:
-    """Copy a tokenizer's settings from the folder in which it stays, so that they are raised in the new folder.
-
-    Args:
-        old: the folder as it is, whose other files stay.
-        folder: the new folder that will be moved over it.
-    """
-    if (old / _SETTINGS_FILE).is_file() and not (folder / _SETTINGS_FILE).exists():
-        shutil.copyfile(old / _SETTINGS_FILE, folder / _SETTINGS_FILE)
 
 
 def restore_length(folder: Path) -> None:

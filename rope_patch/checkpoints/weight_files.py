@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
 from rope_patch.patching.config_settings import silent_transformers
+from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.errors import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -119,17 +120,9 @@ def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
     return in_words(wrong | {"unknown to the model": loaded["unexpected_keys"]})
 
 
-def in_words(wrong: Mapping[str, Iterable[str]]) -> str:
+def in_words(wrong: Mapping[str, Collection[str]]) -> str:
     """Return a line with the first names of tensors of each kind, such as ``"missing"``; "" if there are none."""
-    parts = []
-    for what, names in wrong.items():
-        listed = sorted(names)
-        part = f"{what}: {', '.join(listed[:3])}"
-        if len(listed) > 3:
-            part += f" and {len(listed) - 3} more"
-        if listed:
-            parts.append(part)
-    return "; ".join(parts)
+    return "; ".join(f"{what}: {names_text(sorted(names), 3)}" for what, names in wrong.items() if names)
 
 
 def model_files(folder: Path) -> list[Path]:

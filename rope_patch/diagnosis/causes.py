@@ -58,7 +58,13 @@ def cause(
     for dtype in (torch.bfloat16, torch.float16):
         # The angle at position 1 is only known to float32, which bfloat16's steps of .4 % stand far above.
         if _same(found, expected.to(dtype).float()):
-            return _rounded(dtype)
+            name = str(dtype).removeprefix("torch.")
+            return (
+                f"the buffer inv_freq was rounded to {name}, by model.to(torch.{name}), .half() or .bfloat16(): the "
+                "error of the angle grows with the position",
+                f"load with from_pretrained(..., dtype=torch.{name}), which keeps inv_freq in float32; a patched model "
+                "(rope_patch.apply) is safe from casts",
+            )
     if record is not None and _same(found, frequencies.table_of(record.base_tables[measured.key].inv_freq)):
         return (
             "the patch is lost: the module computes the table from before the patch",
@@ -70,7 +76,9 @@ def cause(
     known = plain(found, table)
     if known is not None:
         return known
-    if _is_garbage(found):
+    # Frequencies are finite, from 0 to 1, and not all zero; no comparison holds for NaN.
+    limit = frequencies.UNROTATED
+    if not bool(((found > -limit) & (found < 1.001)).all() & (found.abs() > limit).any()):
         return _NEVER_FILLED
     differing = torch.isclose(found, expected, rtol=1e-5, atol=frequencies.UNROTATED).logical_not()
     pair = int(differing.nonzero()[0])
@@ -79,23 +87,6 @@ def cause(
 
 def _same(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=frequencies.UNROTATED)
-
-
-def _is_garbage(found: Tensor) -> bool:
-    """Tell whether numbers cannot be frequencies, because they are not finite, negative, all zero, or above 1."""
-    if not bool((found.abs() > frequencies.UNROTATED).any()):  # not of NaN, either
-        return True
-    return not bool(((found > -frequencies.UNROTATED) & (found < 1.001)).all())
-
-
-def _rounded(dtype: torch.dtype) -> tuple[str, str]:
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"the buffer inv_freq was rounded to {name}, by model.to(torch.{name}), .half() or .bfloat16(): the error of "
-        "the angle grows with the position",
-        f"load with from_pretrained(..., dtype=torch.{name}), which keeps inv_freq in float32; a patched model "
-        "(rope_patch.apply) is safe from casts",
-    )
 
 
 def plain(found: Tensor, table: RotaryTable) -> tuple[str, str] | None:

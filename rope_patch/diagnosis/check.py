@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rope_patch.patching.verify import turns_in_context
+from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.text import printable
 from rope_patch.tables import RotaryTable
 
@@ -120,8 +121,8 @@ class Diagnosis:
         notes = [check.name for check in self.checks if check.state == NOTE]
         if not notes:
             return f"OK: {count} of {count} checks hold"
-        plural = "s" if len(notes) > 1 else ""
-        return f"OK: {count} of {count} checks hold, {len(notes)} note{plural}: {', '.join(dict.fromkeys(notes))}"
+        noted = f"{count_text(len(notes), 'note')}: {', '.join(dict.fromkeys(notes))}"
+        return f"OK: {count} of {count} checks hold, {noted}"
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.source}: {self.verdict}>"

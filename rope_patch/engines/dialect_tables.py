@@ -190,7 +190,9 @@ def table_of_parameters(
         raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
     if kind in dialect.ignored:
         plain = frequencies.geometric(float(theta), rotary_dim)
-        return Built(plain, 1.0, context, None, (*reasons, f"it does not read the type {kind}, and computes plain RoPE"))
+        return Built(
+            plain, 1.0, context, None, (*reasons, f"it does not read the type {kind}, and computes plain RoPE")
+        )
     if kind not in dialect.types:
         raise RefusesError(f"it does not know the rope type {kind!r}, and fails on it")
     reasons = [*reasons]

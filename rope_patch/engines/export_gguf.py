@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
 from rope_patch.checkpoints.tokenizer_length import restore_length
 from rope_patch.engines.folders import read_tables
-from rope_patch.gguf.patch import with_table
-from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys
+from rope_patch.gguf.table import CHECKED, LAYERED, Graph, graph_of, scaling_keys, with_table
 from rope_patch.patching.install import restore
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import inspect_model

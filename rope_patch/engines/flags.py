@@ -83,9 +83,7 @@ class PatchedCheckpoint:
         """Whether the keys of the table stand in the ``text_config`` of the checkpoint."""
         return self.stated.outer_type != self.stated.model_type
 
-    def flags(
-        self, program: str, settings: Mapping[str, Any], parameters: Any, override: str, context: str
-    ) -> Flags:
+    def flags(self, program: str, settings: Mapping[str, Any], parameters: Any, override: str, context: str) -> Flags:
         """Return the options of a program that takes settings for the text config, and the context beside them.
 
         Args:

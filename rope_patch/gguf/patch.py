@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.gguf.table import (
-    FACTOR_TENSORS,
     Graph,
     base_in,
     graph_of,
     recorded_table,
-    replaced_by,
     scaling_keys,
     table_in,
-    table_keys,
-    table_pieces,
+    with_table,
 )
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.methods.longrope import longrope_form
@@ -24,7 +21,7 @@ from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
 from rope_patch.runtime import progress
-from rope_patch.runtime.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
+from rope_patch.runtime.gguf_file import GGUFFile, open_gguf, write_gguf
 from rope_patch.tables import RotaryTable, Tables
 
 
@@ -69,7 +66,6 @@ def patch_gguf(
         )
     if Path(out).exists() and Path(out).samefile(source):
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
-    out = check_output_file(out, overwrite=overwrite)
     opened = open_gguf(source)
     inspection = table_in(opened)
     if inspection.record is not None or inspection.warnings:
@@ -132,25 +128,6 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     if problems:
         raise PatchError(f"{source} does not hold the table of {record.to_method()}:\n  " + "\n  ".join(problems))
     return record
-
-
-# --- keys and tensors ------------------------------------------------------------------------------------------------
-
-
-def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: PatchRecord | None) -> GGUFFile:
-    """Return a file with another table.
-
-    Args:
-        opened: a file that is not patched.
-        table: the table that is put in, with the context that the file will state.
-        graph: what llama.cpp's graph reads of a table.
-        record: the record of the patch; None if there is none.
-    """
-    new = {key.name: key for key in table_keys(table, graph, record)}
-    keys = {name: key for name, key in opened.keys.items() if name in new or not replaced_by(name, graph.architecture)}
-    pieces = [piece for piece in opened.pieces if piece.name not in FACTOR_TENSORS]
-    # In a union, keys that are in the file already keep their places in its order.
-    return replace(opened, keys=keys | new, pieces=(*table_pieces(table, graph), *pieces))
 
 
 # --- the table before a patch ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,41 +195,40 @@ def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
     return ratio.float().numpy()
 
 
-def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> list[Key]:
-    """Return the keys of a GGUF file that describe a table.
+def with_table(opened: GGUFFile, table: RotaryTable, graph: Graph, record: PatchRecord | None) -> GGUFFile:
+    """Return a file with another table.
 
     Args:
-        table: the table, whose base, attention factor and context are stated.
-        graph: the llama.cpp graph that reads the file.
+        opened: a file that is not patched.
+        table: the table that is put in, with the context that the file will state.
+        graph: what llama.cpp's graph reads of a table.
         record: the record of the patch; None if there is none.
     """
     at = f"{graph.architecture}.{{}}".format
-    keys = [
+    scaling = at("rope.scaling.")
+    added = [
         Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta))),
         Key.of(at("context_length"), table.max_position_embeddings),
-        *(Key.of(at(f"rope.scaling.{name}"), value) for name, value in scaling_keys(table, graph).items()),
+        *(Key.of(f"{scaling}{name}", value) for name, value in scaling_keys(table, graph).items()),
     ]
     if record is not None:
-        keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict())))
-    return keys
-
-
-def replaced_by(key: str, architecture: str) -> bool:
-    """Tell whether a key of a base file is left out of a patched one.
-
-    Such a key would change the table once more, or it states the same thing as a key of :func:`table_keys`.
-    """
-    own = (f"{architecture}.{name}" for name in ("rope.freq_base", "rope.scale_linear", "context_length"))
-    return key == RECORD_KEY or key in own or key.startswith(f"{architecture}.rope.scaling.")
-
-
-def table_pieces(table: RotaryTable, graph: Graph) -> Iterator[Piece]:
-    """Yield the tensors of a table; none for plain RoPE, unless the graph does not load without them."""
-    if frequencies.is_geometric(table.inv_freq, table.rope_theta) and not graph.always:
-        return
-    factors = divisors(table.inv_freq, table.rope_theta)
-    for name in graph.tensors:
-        yield Piece(name, factors.shape, gguf().GGMLQuantizationType.F32, lambda: factors)
+        added.append(Key.of(RECORD_KEY, json.dumps(record.to_dict())))
+    new = {key.name: key for key in added}
+    # What would change the table once more, or states what a new key states, is left out. In a union, keys that are in
+    # the file already keep their places in its order.
+    replaced = {RECORD_KEY, at("rope.scale_linear")}
+    keys = {
+        name: key
+        for name, key in opened.keys.items()
+        if name in new or not (name in replaced or name.startswith(scaling))
+    }
+    pieces = [piece for piece in opened.pieces if piece.name not in FACTOR_TENSORS]
+    # Plain RoPE needs no factors, unless the graph does not load without them.
+    if graph.always or not frequencies.is_geometric(table.inv_freq, table.rope_theta):
+        factors = divisors(table.inv_freq, table.rope_theta)
+        kind = gguf().GGMLQuantizationType.F32
+        pieces = [*(Piece(name, factors.shape, kind, lambda: factors) for name in graph.tensors), *pieces]
+    return replace(opened, keys=keys | new, pieces=tuple(pieces))
 
 
 def read_gguf(path: str | Path) -> Inspection:

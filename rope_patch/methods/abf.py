@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from rope_patch.tables import RotaryTable
 class OtherBase(Method):
     """Base class of the methods that compute plain RoPE of another base."""
 
-    recomputes: ClassVar[bool] = True
+    recomputes = True
 
     def base(self, table: RotaryTable) -> float:
         """Return the new base."""
@@ -41,7 +41,7 @@ class ABF(OtherBase, name="abf"):
 
     rope_theta: float | None = number(None, above=0)
     factor: float | None = number(None, above=0)
-    extends: ClassVar[bool] = True
+    extends = True
 
     def check(self) -> None:
         """Raise unless at most one of the two is given; without either, the base is 500000."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ class Llama3(Scaling, name="llama3"):
     low_freq_factor: float = number(1.0, above=0)
     high_freq_factor: float = number(4.0, above=0)
     original_max_position_embeddings: int | None = number(None, above=0)
-    recomputes: ClassVar[bool] = True
-    own_types: ClassVar[tuple[str, ...]] = ("llama3",)
-    ends: ClassVar[tuple[str, ...]] = ("high_freq_factor", "low_freq_factor")
+    recomputes = True
+    own_types = ("llama3",)
+    ends = ("high_freq_factor", "low_freq_factor")
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the plain table of the checkpoint's base with Llama 3.1's smoothing."""

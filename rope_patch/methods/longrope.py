@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +59,14 @@ class PerPair(Method):
     The list decides how far the table reaches. Without it no frequency changes.
     """
 
-    extends: ClassVar[bool] = True
+    extends = True
+
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse a table with another number of pairs."""
+        name = fields(self)[0].name
+        values = getattr(self, name)
+        if values is not None and len(values) != table.pairs:
+            raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> Method:
         """Return the method unchanged.
@@ -88,10 +95,6 @@ class LongRope(PerPair, name="longrope"):
     factors: tuple[float, ...] | None = number(None, above=0)
     factor: float = number(1.0, above=0)
     attention_factor: float | None = number(None, above=0)
-
-    def check_table(self, table: RotaryTable) -> None:
-        """Refuse a table with another number of pairs."""
-        check_count("factors", self.factors, table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factors."""
@@ -145,9 +148,3 @@ def longrope_form(table: RotaryTable) -> tuple[InvFreq, dict[str, Any]]:
     factors = longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     return longrope_table(table.rope_theta, factors), form
-
-
-def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
-    """Raise ValueError unless a list, if given, has one number for each pair of a table."""
-    if values is not None and len(values) != table.pairs:
-        raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")

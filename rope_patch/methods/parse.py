@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_patch.methods.method import METHODS, Method, parameter_text
 from rope_patch.methods.scaling import Scaling
@@ -113,7 +113,7 @@ class Chain(Method):
 
     steps: tuple[Method, ...] = ()
     # Not in the class statement, which would register it: a chain is written with +, not by its name.
-    name: ClassVar[str] = "chain"
+    name = "chain"
 
     def __post_init__(self) -> None:
         # A chain within a chain is the same as its steps; so equal chains compare equal and have one method string.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class Partial(Method, name="partial"):
     """
 
     p: float = number(0.75, least=0, most=1)
-    recomputes: ClassVar[bool] = True
+    recomputes = True
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the first pairs' frequencies recomputed over the smaller dimension, and zero for the rest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class PI(Scaling, name="pi"):
     in arXiv:2309.16039.
     """
 
-    own_types: ClassVar[tuple[str, ...]] = ("linear", "proportional")
+    own_types = ("linear", "proportional")
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the frequencies of the checkpoint divided by the factor."""

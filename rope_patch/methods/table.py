@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rope_patch.frequencies import table_of
-from rope_patch.methods.longrope import PerPair, check_count
+from rope_patch.methods.longrope import PerPair
 from rope_patch.methods.method import number
 from rope_patch.tables import RotaryTable
 
@@ -25,23 +25,16 @@ class Table(PerPair, name="table"):
     attention_scaling: float | None = number(None, above=0)
     layer_type: str | None = None
 
-    def check_table(self, table: RotaryTable) -> None:
-        """Refuse a table with another number of pairs."""
-        if self._is_for(table):
-            check_count("values", self.values, table)
+    def __call__(self, table: RotaryTable) -> RotaryTable:
+        """Return the new table; that of another layer type than the method's is returned as it is."""
+        if self.layer_type not in (None, table.layer_type):
+            return table
+        return super().__call__(table)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the values, or the frequencies of the checkpoint if there are none for this table."""
-        if self.values is None or not self._is_for(table):
-            return table.inv_freq
-        return table_of(self.values)
+        """Return the values, or the frequencies of the checkpoint if there are none."""
+        return table.inv_freq if self.values is None else table_of(self.values)
 
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_scaling``, by default that of the checkpoint."""
-        given = self.attention_scaling
-        if given is None or not self._is_for(table):
-            return table.attention_scaling
-        return given
-
-    def _is_for(self, table: RotaryTable) -> bool:
-        return self.layer_type in (None, table.layer_type)
+        return self.attention_scaling or table.attention_scaling

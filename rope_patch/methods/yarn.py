@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +101,8 @@ class ByTurns(Scaling):
     beta_slow: float = number(1.0, above=0)
     attention_factor: float | None = number(None, above=0)
     original_max_position_embeddings: int | None = number(None, above=0)
-    recomputes: ClassVar[bool] = True
-    ends: ClassVar[tuple[str, ...]] = ("beta_fast", "beta_slow")
+    recomputes = True
+    ends = ("beta_fast", "beta_slow")
 
     def check_table(self, table: RotaryTable) -> None:
         """Refuse a base with which the number of turns does not fall from pair to pair."""
@@ -143,7 +143,7 @@ class Yarn(ByTurns, name="yarn"):
     in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
     """
 
-    own_types: ClassVar[tuple[str, ...]] = ("yarn",)
+    own_types = ("yarn",)
     truncate: bool = True
     mscale: float | None = number(None, least=0)
     mscale_all_dim: float | None = number(None, least=0)

@@ -116,14 +116,8 @@ class EvalSpec(OptionSet):
     def edges(self) -> list[int]:
         """The edges of the position buckets of perplexity; every length is among them [tokens]."""
         # Without an edge at 1: the first token is not predicted, so a bucket from 0 to 1 would be empty.
-        return sorted({*range(0, self.longest, self.bucket_width), *self.lengths, 0} - {1})
-
-    @property
-    def bucket_width(self) -> int:
-        """The width of the position buckets [tokens]."""
-        if self.bucket is not None:
-            return self.bucket
-        return max(2, self.longest // 16)
+        width = self.bucket or max(2, self.longest // 16)
+        return sorted({*range(0, self.longest, width), *self.lengths, 0} - {1})
 
     @property
     def window_batch(self) -> int:

@@ -293,7 +293,7 @@ def from_leaves(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
         kind: the class of the object.
         values: the values by the path of their option; options without a value keep their defaults.
     """
-    arguments: dict[str, Any] = {}
+    arguments = {}
     for one in fields(kind):
         inner = {path[1:]: value for path, value in values.items() if path[0] == one.name}
         if "kind" in one.metadata:

@@ -161,7 +161,7 @@ def plan_patch(
 
 def install(location: Location, plan: PatchPlan) -> Patch:
     """Put a plan into a model, the only step that changes the model. On any error the model is as it was."""
-    module = PatchedRotary(plan.after, location.original, layout=location.layout)
+    module = PatchedRotary(plan.after, location.original)
     module.train(location.module.training)
     hook = getattr(location.module, "_hf_hook", None)
     # A model that accelerate has spread over devices moves the inputs of each module by a hook.

@@ -146,10 +146,8 @@ class Location:
     @cached_property
     def layout(self) -> RotaryLayout:
         """The layout in which the rotary module returns cos and sin."""
-        if self.patched is not None:
-            return self.patched.layout
-        kind, inv_freq = next(iter(original_tables(self.module).items()))
-        return layout_of(self.module, kind, len(inv_freq))
+        kind, inv_freq = next(iter(original_tables(self.original).items()))
+        return layout_of(self.original, kind, len(inv_freq))
 
     @cached_property
     def _base(self) -> tuple[Tables, tuple[str, ...]]:
@@ -225,7 +223,7 @@ class Location:
         if key not in _probes:
             if len(_probes) == 256:  # a process may go through any number of models
                 _probes.clear()
-            _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables, self.layout)
+            _probes[key] = probe(self.model, self.decoder, self.path, self.configs, settings, self.tables)
         return _probes[key]
 
     @property
@@ -323,16 +321,11 @@ def base_of(model: nn.Module) -> PreTrainedModel:
     """
     *_, base = _layers_of(model)
     if not isinstance(base, PreTrainedModel):
-        raise not_a_model(base)
+        hint = ""
+        if isinstance(base, str | PathLike):
+            hint = f": load it with rope_patch.load({str(base)!r})"
+        raise TypeError(f"expected a transformers model, got {type(base).__name__}{hint}")
     return base
-
-
-def not_a_model(given: Any) -> TypeError:
-    """Return the error for an argument that should be a model of transformers."""
-    hint = ""
-    if isinstance(given, str | PathLike):
-        hint = f": load it with rope_patch.load({str(given)!r})"
-    return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
@@ -356,10 +349,8 @@ def holds_adapters_twice(model: nn.Module) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter that is not on the meta device."""
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return parameter.device
-    return torch.device("cpu")
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 # --- the base tables -------------------------------------------------------------------------------------------------
@@ -390,7 +381,7 @@ def _read_base(location: Location) -> tuple[Tables, tuple[str, ...]]:
     if type(context) is not int or not 1 <= context < 2**63:  # torch has no larger integers
         source = config.name_or_path or location.name
         raise ValueError(f"{source}: max_position_embeddings must be a number of tokens from 1 on, got {context!r}")
-    warnings: list[str] = []
+    warnings = []
     held = original_tables(original)
     for kind, table in tables.items():
         if location.record is not None and key_of(kind) in location.record.edited:

@@ -56,7 +56,7 @@ def older_keys(model_type: str, parameters: Mapping[str, Any], layer_types: Sequ
             ):
                 return older_keys("", full)
             return {"rope_theta": OLDER_FAIL}
-        keys: dict[str, Any] = {}
+        keys = {}
         for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
             if (table := parameters.get(kind)) is not None:
                 scaled = table.get("rope_type", "default") != "default"

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch.patching.config_settings import set_rotary_settings, silent_transformers
-from rope_patch.patching.rotary import PatchedRotary, RotaryLayout
+from rope_patch.patching.rotary import PatchedRotary
 from rope_patch.tables import Tables
 
 PROBE_TOKENS = 8
@@ -69,7 +69,6 @@ def probe(
     configs: Sequence[PreTrainedConfig],
     settings: Mapping[str, Any],
     tables: Tables,
-    layout: RotaryLayout,
 ) -> Probe:
     """Build a model without weights, run its decoder, and note what reads its ``rope_parameters``.
 
@@ -82,7 +81,6 @@ def probe(
         configs: the configs that hold rotary settings.
         settings: the rotary settings before any patch.
         tables: the tables before any patch, by layer type.
-        layout: the layout in which the rotary module returns cos and sin.
     """
     reads: list[Read] = []
     built = copy_without_weights(model, configs, settings, reads)
@@ -98,7 +96,7 @@ def probe(
     builders = tuple(name for name, module in built.named_modules() if module in building & inside)
     reader_values = values_kept_by_modules(built, builders)
     while_built = len(reads)
-    patched = PatchedRotary(tables, rotary, layout=layout)
+    patched = PatchedRotary(tables, rotary)
     runs = {kind: _run(copied, rotary, kind, patched) for kind in tables}
     if not all(completed for *_, completed in runs.values()):
         # A layer that fails on meta tensors must not hide what the layers after it do.
@@ -107,7 +105,7 @@ def probe(
                 module.forward = _passing_on(module.forward)
         runs = {kind: _run(copied, rotary, kind, patched, failing=True) for kind in tables}
     running = {(module, keys) for module, keys in reads[while_built:] if module in own}
-    refusals: dict[str | None, str] = {}
+    refusals = {}
     sights = set[float]()
     for kind, (misfits, windows, _) in runs.items():
         sights |= windows
@@ -296,7 +294,7 @@ def _run(
         The reasons why the patched module cannot take the place of the rotary one; the windows of the layers that use
         the table, infinite for one that may see all; and whether the decoder ran to its end.
     """
-    misfits: list[str] = []
+    misfits = []
     windows = set[float]()
     _WINDOWS.set(windows)
 

@@ -155,16 +155,10 @@ class PatchRecord:
                 f"the patch record names {unregistered!r}: its recorded tables are used. A method of your own is known "
                 "with --import MODULE."
             )
-            return record._as_table()
+            recorded = [(kind, record.tables[key_of(kind)]) for kind in record.layer_types]
+            steps = [Table(table.inv_freq, table.attention_scaling, kind) for kind, table in recorded]
+            return replace(record, method=as_method(steps).to_dict())
         return record
-
-    def _as_table(self) -> PatchRecord:
-        """Return the record with the method that gives the recorded tables number by number."""
-        steps = []
-        for kind in self.layer_types:
-            table = self.tables[key_of(kind)]
-            steps.append(Table(table.inv_freq, table.attention_scaling, kind))
-        return replace(self, method=as_method(steps).to_dict())
 
 
 def _unregistered_method(method: Any) -> str:

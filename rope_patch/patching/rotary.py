@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,18 +13,12 @@ from torch import Tensor, nn
 
 from rope_patch.tables import RotaryTable
 
-HALVES = "halves"
-NEIGHBOURS = "neighbours"
-ONCE = "once"
-COMPLEX = "complex"
-
-
 # --- the modules of transformers -------------------------------------------------------------------------------------
 
 
 def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the tables that a module of transformers owns, by layer type."""
-    tables: dict[str | None, Tensor] = {}
+    tables = {}
     for name, buffer in module.named_buffers(recurse=False):
         # The copies in original_inv_freq, to which a dynamic table returns for short sequences, are not in use.
         if name.endswith("inv_freq") and "original_" not in name:
@@ -49,21 +43,21 @@ def call(module: nn.Module, layer_type: str | None, position_ids: Tensor) -> Any
     return module(x, position_ids, layer_type=layer_type)
 
 
-@dataclass(frozen=True)
-class RotaryLayout:
+class RotaryLayout(Enum):
     """The layout in which a rotary module returns cos and sin.
 
-    Attributes:
-        features: the order of the features: ``halves`` has all pairs and then all again (Llama), ``neighbours`` each
-            pair twice (Cohere), ``once`` each pair once (gpt-oss), ``complex`` one complex number for each pair
-            (Llama 4).
+    ``halves`` has all pairs and then all again (Llama), ``neighbours`` each pair twice (Cohere), ``once`` each pair
+    once (gpt-oss), ``complex`` one complex number for each pair (Llama 4).
     """
 
-    features: str = HALVES
+    HALVES = "halves"
+    NEIGHBOURS = "neighbours"
+    ONCE = "once"
+    COMPLEX = "complex"
 
     def parts(self, returned: Any) -> tuple[Tensor, Tensor]:
         """Return cos and sin from what a rotary module returned, in the layout of the module."""
-        if self.features == COMPLEX:
+        if self is RotaryLayout.COMPLEX:
             return returned.real, returned.imag
         cos, sin = returned
         return cos, sin
@@ -71,9 +65,9 @@ class RotaryLayout:
     def pairs(self, returned: Any) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each pair from what a rotary module returned: (..., pairs) each."""
         cos, sin = self.parts(returned)
-        if self.features == HALVES:
+        if self is RotaryLayout.HALVES:
             return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-        if self.features == NEIGHBOURS:
+        if self is RotaryLayout.NEIGHBOURS:
             return cos[..., ::2], sin[..., ::2]
         return cos, sin
 
@@ -83,9 +77,9 @@ class RotaryLayout:
         >>> RotaryLayout("halves").spread(torch.tensor([1, 2])), RotaryLayout("neighbours").spread(torch.tensor([1, 2]))
         (tensor([1, 2, 1, 2]), tensor([1, 1, 2, 2]))
         """
-        if self.features == HALVES:
+        if self is RotaryLayout.HALVES:
             return torch.cat((pairs, pairs), dim=-1)
-        if self.features == NEIGHBOURS:
+        if self is RotaryLayout.NEIGHBOURS:
             return pairs.repeat_interleave(2, dim=-1)
         return pairs
 
@@ -156,10 +150,10 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
     steps = torch.tensor([[0, 1, 2, 5]], device="cpu")
     with contextlib.suppress(Exception):  # a rotary module of another kind may take or return something else
         returned = OriginalForward(original)(x, steps, layer_type, table, 1.0)
-        for features in (HALVES, NEIGHBOURS, ONCE, COMPLEX):
-            if fits(RotaryLayout(features), returned, steps[..., None].float() * table):
-                return RotaryLayout(features)
-    return RotaryLayout()
+        for layout in RotaryLayout:
+            if fits(layout, returned, steps[..., None].float() * table):
+                return layout
+    return RotaryLayout.HALVES
 
 
 def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1.0) -> bool:
@@ -171,7 +165,9 @@ def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1
         angles: (batch, tokens, pairs) expected angles [rad].
         scaling: factor on cos and sin.
     """
-    if isinstance(returned, Tensor) and layout.features != COMPLEX:  # a tensor of two rows would come apart into two
+    if (
+        isinstance(returned, Tensor) and layout is not RotaryLayout.COMPLEX
+    ):  # a tensor of two rows would come apart into two
         return False
     spread = layout.spread(angles)
     for got, want in zip(layout.parts(returned), (spread.cos() * scaling, spread.sin() * scaling), strict=True):
@@ -195,22 +191,18 @@ class PatchedRotary(nn.Module):
     Args:
         tables: tables by layer type; a single one under None on a model with one table for all layers.
         original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
-        layout: the layout in which the original returns cos and sin.
 
     Attributes:
-        layout: the layout in which cos and sin are returned.
         by_original: the forward pass of the original.
     """
 
-    def __init__(self, tables: Mapping[str | None, RotaryTable], original: nn.Module, *, layout: RotaryLayout) -> None:
+    def __init__(self, tables: Mapping[str | None, RotaryTable], original: nn.Module) -> None:
         super().__init__()
         self.tables = dict(tables)
-        self.config = original.config
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
         self._original = (original,)
-        self.layout = layout
         self.by_original = OriginalForward(original)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}

@@ -68,7 +68,9 @@ def reading_memory(shape: Shape, options: StepOptions) -> dict[str, int]:
     if windows:
         chunk = min(length, max(SLIDING_CHUNK, *windows))
     cache = _cached(shape, options, chunk)
-    read = _one_pass(shape, options, chunk)
+    # Of a forward pass: the embeddings, and of the widest layer the input, the residual stream, and the input and three
+    # tensors of the MLP.
+    read = element * chunk * max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
     scored = min(scored_at_once(chunk, "cuda"), length) * shape.vocab * (element + 8)
     scored = max(read, scored) + cache * (chunk < length)
     return {
@@ -84,15 +86,6 @@ def _cached(shape: Shape, options: StepOptions, chunk: int) -> int:
     length = options.length
     entries = shape.total(lambda layer: layer.key * min(length, (layer.window or length) + chunk))
     return 2 * entries * options.element
-
-
-def _one_pass(shape: Shape, options: StepOptions, tokens: int) -> int:
-    """Return what a forward pass holds beside weights and cache [bytes].
-
-    That is the embeddings, and of the widest layer the input, the residual stream, and the input and three tensors of
-    the MLP.
-    """
-    return options.element * tokens * max(4 * layer.hidden + 3 * layer.ffn for layer in shape.kinds)
 
 
 def trained_linears(layer: Layer, options: StepOptions) -> tuple[Linear, ...]:

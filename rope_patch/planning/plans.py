@@ -87,7 +87,7 @@ class Plan:
         step does not fit, no option makes the plan fit. The total of a step is that of a plan with all earlier steps,
         too.
         """
-        steps: list[Step] = []
+        steps = []
         current = self
         for option, cost, must_fit, changes in _candidates(self):
             changed = current.but(**changes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.runtime.packaged import data_path
-from rope_patch.texts.documents import Source, TokenDocument, cut_windows, encode, prefix_ids, whole_text
+from rope_patch.texts.documents import Source, cut_windows, encode, prefix_ids, whole_text
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
 LONGEST_ROW = 2048
@@ -76,7 +76,7 @@ def read_rows(
         raise ValueError("give at least one text")
     prefix = prefix_ids(tokenizer)
     digest = hashlib.sha256()
-    streams: dict[str, TokenDocument] = {}
+    streams = {}
     for name, source in named.items():
         whole = whole_text(source)
         # The zero byte marks where a text ends: otherwise the same characters, divided otherwise among the texts, would
