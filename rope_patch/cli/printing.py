@@ -55,8 +55,13 @@ def show(shown: Any) -> None:
     Console(width=width).print(shown, soft_wrap=soft_wrap, crop=False)
 
 
-VERDICTS: dict[str, tuple[str, str]] = {"safe": ("", "green"), "undecided": ("", "yellow"), "unsafe": ("", "red")}
-LOOKS = {"winner": ("★ ", "bold green"), "tied": ("≈ ", ""), **VERDICTS}
+LOOKS = {
+    "winner": ("★ ", "bold green"),
+    "tied": ("≈ ", ""),
+    "safe": ("", "green"),
+    "undecided": ("", "yellow"),
+    "unsafe": ("", "red"),
+}
 """A sign in front of a cell and its colour, by the style of the cell."""
 WIDEST_TEXT = 48
 """Width of a column of names or sentences, above which they are broken [characters]."""
@@ -98,21 +103,20 @@ def write_and_show(
 
     Args:
         options: the options of the command: its output folder, and whether it prints JSON.
-        files: the names of the command's files, which it prints: one is the JSON, and one may be the page (*.html).
+        files: the names of the command's files, which it prints: the first is the JSON, and the last may be the page
+            (*.html).
         json_text: the result as JSON.
         build: a function that returns the page of the result.
         brief: a function that returns the page that is printed; by default the same.
     """
-    (json_file,) = (name for name in files if name.endswith(".json"))
-    write_atomically(options.output / json_file, json_text)
+    write_atomically(options.output / files[0], json_text)
     if options.as_json:
         print(json_text, flush=True)
     else:
         show_page((brief or build)())
     # It comes last, so that an error in it loses nothing.
-    for name in files:
-        if name.endswith(".html"):
-            pages.write(options.output / name, build(), command_line())
+    if files[-1].endswith(".html"):
+        pages.write(options.output / files[-1], build(), command_line())
     if not options.as_json:
         print(f"wrote {', '.join(files)} in {options.output}")
 
@@ -126,7 +130,7 @@ def _rich_table(shown: DataTable) -> Table:
         style = below[0].style
         if style == "text" or column is table.columns[0]:
             column.max_width = WIDEST_TEXT
-        elif style not in ("left", "token", *VERDICTS):  # a number
+        elif style in ("", "winner", "tied"):  # a number
             column.justify = "right"
     for row in shown.cells:
         texts = []

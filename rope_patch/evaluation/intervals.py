@@ -17,7 +17,7 @@ POPULATION = (
 
 
 def wilson(
-    correct: int, asked: int, confidence: float = CONFIDENCE, *, count: float | None = None
+    correct: float, asked: float, confidence: float = CONFIDENCE, *, count: float | None = None
 ) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
@@ -33,10 +33,13 @@ def wilson(
         >>> [round(x, 3) for x in wilson(25, 25)]
         [0.867, 1.0]
     """
-    if count is None:
-        count = asked
-    low, high = _wilson(correct / asked, count, confidence)
-    return max(0.0, low), min(1.0, high)
+    n = asked if count is None else count
+    share = correct / asked
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    middle = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # Rounding can put an end slightly beyond 0 or 1.
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
 def paired_shares(
@@ -58,17 +61,15 @@ def paired_shares(
         >>> [round(x, 2) for x in paired_shares([True] * 20, [True] * 20)]
         [-0.16, 0.16]
     """
-    if count is None:
-        count = len(ours)
-    n = float(count)
+    n = float(len(ours) if count is None else count)
     kinds = list(zip(ours, theirs, strict=True))
     both, first, second, neither = (
         n * kinds.count(kind) / len(kinds) for kind in ((True, True), (True, False), (False, True), (False, False))
     )
     p = (both + first) / n
     q = (both + second) / n
-    low_p, high_p = _wilson(p, n, confidence)
-    low_q, high_q = _wilson(q, n, confidence)
+    low_p, high_p = wilson(both + first, n, confidence)
+    low_q, high_q = wilson(both + second, n, confidence)
     # The phi coefficient of the two-by-two table of pairs, whose numerator is corrected for continuity as in the paper.
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     numerator = both * neither - first * second
@@ -85,14 +86,6 @@ def paired_shares(
         max(-1.0, difference - reach(p - low_p, high_q - q)),
         min(1.0, difference + reach(high_p - p, q - low_q)),
     )
-
-
-def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
-    """Return Wilson's interval; the number of questions need not be an integer."""
-    z = float(stats.norm.ppf((1 + confidence) / 2))
-    middle = share + z * z / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
 def effective_count(groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> float:

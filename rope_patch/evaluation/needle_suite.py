@@ -174,15 +174,20 @@ class NeedleSuite(Suite):
         spec = self.spec
         reader = Reader(model)
         chunk = reader.chunk(spec.longest, spec.chunk)
-        settings = {"lengths": spec.lengths, "room": self.room, "edges": self.edges, "chunk": chunk}
 
         def name(item: NeedleWindow, model: str) -> str:
             question = item.question.ids, item.question.answer
             text = tensor_hash(item.window.source.ids), tensor_hash(item.is_text.long())
-            return key(what="needle window", text=text, question=question, model=model, **settings)
-
-        def score(items: list[NeedleWindow]) -> list[dict[str, Any]]:
-            return [self._read(reader, item, chunk) for item in items]
+            return key(
+                what="needle window",
+                text=text,
+                question=question,
+                model=model,
+                lengths=spec.lengths,
+                room=self.room,
+                edges=self.edges,
+                chunk=chunk,
+            )
 
         for one in self.laden:
             check_ids(one.window.source.ids, reader.vocabulary)
@@ -190,7 +195,7 @@ class NeedleSuite(Suite):
             pairs = read_batches(
                 model,
                 ([one] for one in self.laden),
-                score=score,
+                score=lambda items: [self._read(reader, item, chunk) for item in items],
                 name=name,
                 tokens=lambda item: spec.longest,
                 work=finished_work(model, resume, spec.longest),

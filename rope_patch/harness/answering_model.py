@@ -11,7 +11,6 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.inputs import check_ids
 from rope_patch.modeling.reader import Reader, scored_together
 
@@ -22,18 +21,12 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     Attributes:
         reader: the reader of the loaded model, which gives states and scores.
         chunk: the number of tokens per forward pass; None reads whole prompts [tokens].
-        scheme: the cache formats by which keys and values are read as if they were quantized.
-        maker: the factory of caches that quantize keys and values, where the scheme is not the plain one.
+        maker: the factory of caches that quantize keys and values; None where nothing is quantized.
     """
 
     reader: Reader
     chunk: int | None
-    scheme: Scheme
-    maker: Any
-
-    def _autocast(self) -> torch.autocast:
-        mixed = self.mixed_precision_dtype
-        return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
+    maker: Any = None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor over the processes, but no count of requests, by which lm-eval would make their shares equal.
@@ -75,7 +68,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         """Return a cache for rows of so many tokens; None if a pass reads whole rows, which needs no cache."""
         if self.chunk is None or self.chunk >= tokens:
             return None
-        if self.scheme == Scheme():
+        if self.maker is None:
             return self.reader.new_cache(tokens)
         return self.maker()
 
@@ -89,7 +82,8 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             check_ids(tokens, reader.vocabulary)
         scores: list[list[tuple[Tensor, ...]]] = [[] for _ in asked]
         past = self._new_cache(ids.shape[1])
-        with self._autocast():
+        mixed = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
             for start, hidden in reader.read(ids, past, self.chunk):
                 parts = []
                 for row, (_, context, continuation) in asked:
@@ -161,7 +155,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
-        if self.scheme == Scheme():
+        if self.maker is None:
             answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
             return answer
         # Prompts are padded on the left, which quantized caches do not take: each is read alone, without its padding.

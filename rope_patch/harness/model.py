@@ -181,7 +181,7 @@ class RopePatchLM(AnsweringLM):
         with contextlib.suppress(ValueError):  # an unpatched model without rotary tables
             inspection = inspect_model(self.model)
             info["rope_patch"] = {
-                "method": str(inspection.record.to_method()) if inspection.record else None,
+                "method": inspection.method,
                 "tables": {key_of(slot.layer_type): slot.fingerprint for slot in inspection.tables},
                 "max_length": self.max_length,
                 "chunk": self.chunk,

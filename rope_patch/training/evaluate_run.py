@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def score(result: EvalResult) -> float:
     nll = 0.0
     if result.perplexity:
         nll = min(result.perplexity.nll, 99.0)
-    return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * prompts)
+    return fmean(retrieval.accuracy(length) for length in lengths) - nll / (100 * prompts)
 
 
 def metrics(result: EvalResult) -> dict[str, float]:

@@ -84,7 +84,14 @@ def load_for_training(
         if quantized or not Path(source).is_dir():  # quantized tensors have other names and shapes
             load = model_without_weights
     elif options.quantization != "none":
-        arguments["quantization_config"] = _bitsandbytes(options.quantization, dtype, getattr(torch, compute))
+        arguments["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=options.quantization == "8bit",
+            load_in_4bit=options.quantization == "nf4",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, compute),
+            bnb_4bit_quant_storage=dtype,  # so that FSDP can shard the packed weights with the others
+        )
         arguments["device_map"] = {"": choose_device()}
     elif "WORLD_SIZE" not in os.environ:  # a launcher may spread the weights over its processes
         arguments |= on_device(choose_device())
@@ -92,18 +99,6 @@ def load_for_training(
     if not weights:
         model.hf_device_map = {"": "meta"}  # so that Trainer leaves it there
     return model, checkpoints.read_tokenizer(source, **shared)
-
-
-def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype) -> BitsAndBytesConfig:
-    if quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-        bnb_4bit_quant_storage=storage,  # so that FSDP can shard the packed weights with the others
-    )
 
 
 def prepare_model(model: PreTrainedModel, options: RecipeOptions) -> Any:

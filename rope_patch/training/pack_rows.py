@@ -259,7 +259,7 @@ def make_rows(
         write_atomically(folder / HELD_OUT_FILE, json.dumps({"texts": [*without]}))
         tokens = datasets.List(datasets.Value("int32"))
         columns = ["input_ids", "labels", "position_ids"]
-        if _masked(options):
+        if options.data.boundaries == "join":
             columns.append("attention_mask")
         features = datasets.Features(dict.fromkeys(columns, tokens))
         part = folder / f".{ROWS_FILE}"
@@ -289,14 +289,6 @@ def rows_per_step(options: RecipeOptions) -> int:
     return options.train.batch * options.train.accumulate * max(1, readers)
 
 
-def _masked(options: RecipeOptions) -> bool:
-    """Return whether rows have a mask of ones.
-
-    Without a mask transformers takes any position that is not one above the last for the start of another document.
-    """
-    return options.data.boundaries == "join"
-
-
 def packed_rows(
     options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, without: Sequence[str] = ()
 ) -> Iterator[dict[str, list[int]]]:
@@ -314,7 +306,9 @@ def packed_rows(
             # A seed for each row: its positions do not depend on the rows before it.
             rng = random.Random(f"{seed}/{index}")
             row["position_ids"] = skipped_positions(rng, data.length, options.target_length, data.chunks).tolist()
-        if _masked(options):
+        # Without a mask transformers takes any position that is not one above the last for the start of another
+        # document.
+        if data.boundaries == "join":
             row["attention_mask"] = [1] * data.length
         yield row
 

@@ -107,7 +107,7 @@ def check_shareable(config: Any, row: Any) -> None:
     Raises:
         ValueError: documents of a row are kept apart, or the model has sliding windows.
     """
-    # Rows have a mask of ones exactly where documents are joined (see pack_rows._masked).
+    # Rows have a mask of ones exactly where documents are joined (see pack_rows.packed_rows).
     if "attention_mask" not in row:
         raise ValueError("context parallelism joins documents: set data.boundaries=join, or cp_size 1")
     text = config.get_text_config()

@@ -89,10 +89,19 @@ def perplexity(
         return key(what="perplexity", model=model, **place, **settings)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
+        """Return the sums of each window by bucket."""
+        rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in items], batch_first=True)
+        first = [item.scored - item.start for item in items]
         sizes = [len(item.ids) for item in items]
         # Shorter windows are padded to the longest, and the padding is computed too.
-        with progress.work(sum(sizes), reads=len(sizes) * max(sizes)):
-            return _score(reader, items, edges, chunk, cache, known)
+        with progress.work(sum(sizes), reads=rows.numel()):
+            table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, known=known)
+        sums = []
+        for item, low, size, loss in zip(items, first, sizes, table, strict=True):
+            is_scored = torch.zeros(len(loss), dtype=torch.bool)
+            is_scored[low:size] = True
+            sums.append(sums_by_position(item, loss, is_scored, edges))
+        return sums
 
     scored = read_batches(
         model,
@@ -167,27 +176,6 @@ def _sliding_windows(documents: Iterable[TokenDocument], window: int, stride: in
 def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
     while group := list(itertools.islice(windows, size)):
         yield group
-
-
-def _score(
-    reader: Reader,
-    group: Sequence[Window],
-    edges: Sequence[int],
-    chunk: int,
-    cache: CacheFactory | None,
-    known: KnownStates | None,
-) -> list[dict[str, Any]]:
-    """Return the sums of each window by bucket, as JSON values for the result cache."""
-    rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
-    first = [item.scored - item.start for item in group]
-    sizes = [len(item.ids) for item in group]
-    table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, known=known)
-    sums_of_windows = []
-    for item, low, size, loss in zip(group, first, sizes, table, strict=True):
-        scored = torch.zeros(len(loss), dtype=torch.bool)
-        scored[low:size] = True
-        sums_of_windows.append(sums_by_position(item, loss, scored, edges))
-    return sums_of_windows
 
 
 def sums_by_position(item: Window, loss: Tensor, scored: Tensor, edges: Sequence[int]) -> dict[str, Any]:

@@ -64,14 +64,17 @@ class DocumentScore:
     bytes: int | None
 
     def __add__(self, other: DocumentScore) -> DocumentScore:
-        """Return the score of both together, under the name of the first."""
+        """Return the score of both together, under the name of the first; without the bytes of one there are none."""
+        size = None
+        if self.bytes is not None and other.bytes is not None:
+            size = self.bytes + other.bytes
         return DocumentScore(
             self.name,
             tuple(map(operator.add, self.tokens, other.tokens)),
             tuple(map(operator.add, self.nll, other.nll)),
             self.total_tokens + other.total_tokens,
             self.total_nll + other.total_nll,
-            None if self.bytes is None else self.bytes + (other.bytes or 0),
+            size,
         )
 
 
@@ -192,21 +195,17 @@ def sum_up(
         # sum() rounds otherwise in newer releases of Python.
         joined = {number: functools.reduce(operator.add, windows) for number, windows in documents.items()}
         units = [replace(score, name=names[number]) for number, score in joined.items()]
-    tokens = sum(u.total_tokens for u in units)
-    nll = sum(u.total_nll for u in units)
+    whole = functools.reduce(operator.add, units)
     buckets = []
-    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
-        count = sum(u.tokens[i] for u in units)
-        if count:  # some document is long enough to have tokens here
-            buckets.append(Bucket(start, stop, count, sum(u.nll[i] for u in units) / count))
-    total = sum(u.bytes or 0 for u in units)
+    for (start, stop), tokens, nll in zip(itertools.pairwise(edges), whole.tokens, whole.nll, strict=True):
+        if tokens:  # some document is long enough to have tokens here
+            buckets.append(Bucket(start, stop, tokens, nll / tokens))
     bits = None
-    # Bits per byte compare the whole loss with the whole text: without the bytes of one document there are none.
-    if total and all(u.bytes is not None for u in units):
-        bits = nll / math.log(2) / total
+    if whole.bytes:
+        bits = whole.total_nll / math.log(2) / whole.bytes
     return PerplexityResult(
-        nll=nll / tokens,
-        tokens=tokens,
+        nll=whole.total_nll / whole.total_tokens,
+        tokens=whole.total_tokens,
         bits_per_byte=bits,
         windows=sum(map(len, documents.values())),
         window=window,

@@ -126,7 +126,7 @@ class RetrievalResult:
         haystacks = self.haystacks(length)
         right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
         count = effective_prompts(self.task, right, confidence)
-        return wilson(int(sum(map(sum, right))), len(self.samples(length)), confidence, count=count)
+        return wilson(sum(map(sum, right)), len(self.samples(length)), confidence, count=count)
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of the right answers at a length [nats]."""
@@ -201,7 +201,7 @@ def retrieval(
     spec = check_tasks(EvalSpec(**asked) if spec is None else replace(spec, **asked))
     check_tokenizer(tokenizer)
     reader = Reader(model)
-    hidden_in = spec.haystack if haystack is None else haystack
+    hidden_in = haystack or spec.haystack
     if hidden_in is None:
         raise ValueError("a haystack is needed: noise, builtin, a file or a folder")
     if isinstance(hidden_in, PromptMaker):
