@@ -201,8 +201,7 @@ class PatchedRotary(nn.Module):
         self.tables = dict(tables)
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
-        # In a tuple, so that torch does not register it as a child, which casts and state_dict would reach.
-        self._original = (original,)
+        # It holds the original out of sight of torch: casts and state_dict would reach a child.
         self.by_original = OriginalForward(original)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
@@ -214,7 +213,7 @@ class PatchedRotary(nn.Module):
     @property
     def original(self) -> nn.Module:
         """The module that this one replaced, unchanged."""
-        return self._original[0]
+        return self.by_original.original
 
     def table(self, layer_type: str | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Return the ``inv_freq`` of a layer type: (pairs,) float32 [rad/token] on ``device``."""
@@ -237,7 +236,7 @@ class PatchedRotary(nn.Module):
             if kind in self._numbers:
                 device = next((device for _, device in self._cached), torch.device("cpu"))
                 return self.table(kind, device)
-        if not name.startswith("_") and "_original" in self.__dict__ and name in self.original.__dict__:
+        if not name.startswith("_") and "by_original" in self.__dict__ and name in self.original.__dict__:
             return self.original.__dict__[name]  # a model may look up something of its own, as LFM3 its layer_types
         return super().__getattr__(name)
 
