@@ -10,6 +10,7 @@ from rope_patch.checkpoints.save_load import save as save
 from rope_patch.diagnosis.callback import RopeDoctorCallback as RopeDoctorCallback
 from rope_patch.diagnosis.check import Diagnosis as Diagnosis
 from rope_patch.diagnosis.doctor import doctor as doctor
+from rope_patch.engines.statements import settings as settings
 from rope_patch.engines.write_export import export as export
 from rope_patch.evaluation.compare import compare as compare
 from rope_patch.evaluation.perplexity.measure import perplexity as perplexity

@@ -31,6 +31,7 @@ HOLDS = {
     "engines/test_compare_programs.py": "engines/tables_by_program engines/stated_config engines/dialect_tables",
     "engines/test_export.py": "engines/write_export engines/folders engines/encodings engines/verified_versions",
     "engines/test_flags.py": "engines/program_contexts",
+    "engines/test_statements.py": "cli/settings",
     "evaluation/test_answers.py": "evaluation/retrieval/chat_template",
     "evaluation/test_compare.py": "evaluation/metrics modeling/environment",
     "evaluation/test_perplexity.py": "evaluation/perplexity/* modeling/read_at_once",

@@ -1,4 +1,4 @@
-"""``rope-patch doctor --method``: run an unchanged checkpoint under a method, by the options of another program.
+"""Options of engines by which they run an unchanged checkpoint under a method, as ``rope-patch settings`` prints them.
 
 Each program lets its user state a part of a config. What is written here is what transformers, or the program's rule
 in ``rules``, builds the very tables of the method from; anything else is refused with the reason. What each does with
@@ -44,7 +44,7 @@ class Flags:
     """The options with which a program runs a checkpoint under a method.
 
     Attributes:
-        program: the program, a key of :data:`WRITERS`.
+        program: the program, as ``rope-patch settings --for`` takes it.
         lines: the options for the program's command line.
         settings: the settings that these options state, parsed.
         shown_by: the way in which this was checked; ``"unverified"`` if the program itself was not run.
@@ -136,7 +136,7 @@ def checkpoint_under(
     target_length: int | None = None,
     layer_types: Sequence[str] | None = None,
 ) -> PatchedCheckpoint:
-    """Return an unpatched checkpoint under a method, for :func:`flags_of`.
+    """Return an unpatched checkpoint under a method.
 
     Args:
         source: the folder or hub id of the checkpoint; for llama.cpp a GGUF file, too.
@@ -158,30 +158,6 @@ def checkpoint_under(
     tables = with_context(read_tables(model), target_length or max(reach, patch.record.stated_length))
     stated = replace(before, tables={table.layer_type: table for table in tables})
     return PatchedCheckpoint(str(source), model, stated)
-
-
-def flags_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
-    """Return the options by which a program runs a checkpoint under the method that it was patched with here.
-
-    Args:
-        checkpoint: the checkpoint under the method.
-        program: the program, a key of :data:`WRITERS`.
-
-    Raises:
-        ValueError: the program is unknown, or its options cannot express a table, with the reason.
-    """
-    source = checkpoint.source
-    stated = checkpoint.stated
-    if program not in WRITERS:
-        raise ValueError(f"no options are known for {program!r}, only for {', '.join(WRITERS)}")
-    if is_gguf(source) and program != "llama.cpp":
-        raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
-    if checkpoint.multimodal and program != "llama.cpp" and "text_config" not in config_json(source):
-        raise ValueError(
-            f"{source} is a {stated.outer_type} checkpoint without a text_config: where {program} would take the keys "
-            f"of its rotary table is not known. rope-patch apply {source} METHOD -o FOLDER writes a patched folder"
-        )
-    return WRITERS[program](checkpoint)
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -276,9 +252,9 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
     return Flags("llama.cpp", tuple(lines), options, shown, notes)
 
 
-WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
+ENGINES: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
 }
-"""Functions that write the options of a program, by the name that ``doctor --method`` takes as ``--for``."""
+"""Functions that write the options of an engine, by its name."""

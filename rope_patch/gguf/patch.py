@@ -21,7 +21,7 @@ from rope_patch.patching.encode import PatchRequest, TableChange
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord, records_of
 from rope_patch.runtime import progress
-from rope_patch.runtime.gguf_file import GGUFFile, open_gguf, write_gguf
+from rope_patch.runtime.gguf_file import GGUFFile, check_output_file, open_gguf, write_gguf
 from rope_patch.tables import RotaryTable, Tables
 
 
@@ -66,6 +66,7 @@ def patch_gguf(
         )
     if Path(out).exists() and Path(out).samefile(source):
         raise ValueError(f"{out} is the GGUF file itself: give another output file")
+    out = check_output_file(out, overwrite=overwrite)
     opened = open_gguf(source)
     inspection = table_in(opened)
     if inspection.record is not None or inspection.warnings:

@@ -5,7 +5,7 @@ The command line, YAML files, checks of values and the pages of documentation fo
 """
 
 from rope_patch.options.analyze import AnalyzeOptions
-from rope_patch.options.checkpoints import ApplyOptions, DoctorOptions, RestoreOptions
+from rope_patch.options.checkpoints import ApplyOptions, DoctorOptions, RestoreOptions, SettingsOptions
 from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.export import ExportOptions
 from rope_patch.options.extend import ExtendOptions
@@ -20,6 +20,7 @@ COMMANDS: dict[str, type[OptionSet]] = {
     for kind in (
         ExtendOptions,
         DoctorOptions,
+        SettingsOptions,
         MethodsOptions,
         ApplyOptions,
         RestoreOptions,

@@ -23,24 +23,13 @@ class ApplyOptions(CommandOptions, command="apply"):
     model: str = word(
         "A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True
     )
-    method: str = word(
-        "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +. "
-        "rope-patch methods lists all of them.",
-        metavar="METHOD",
-        positional=True,
-    )
+    method: str = shared.applied_method()
     output: Path = shared.new_output(
         "The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file new, "
         "unless --force is given.",
         "PATH",
     )
-    parameters: tuple[str, ...] = word(
-        "The parameters of the method, which may also be written behind its name.",
-        (),
-        metavar="KEY=VALUE",
-        positional=True,
-        repeated=True,
-    )
+    parameters: tuple[str, ...] = shared.parameters()
     patching: Patching = contained(Patching)
     replace: bool = flag("If the model is patched already, replace that patch; without this, it is an error.")
     force: bool = shared.force()
@@ -74,30 +63,16 @@ class DoctorOptions(CommandOptions, command="doctor"):
     The exit status is 0 if all checks hold, 1 if something differs, and 3 if a check could not be made. Other programs
     count only if they are named with ``--for``.
 
-    With ``--method``, the options are printed by which each program runs this unchanged checkpoint under a method. The
-    exit status is 3 if a program's options cannot express it.
-
     With ``--repair``, a copy of a patched folder is written with the config that its patch record describes.
 
-    Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for vllm``,
-    ``rope-patch doctor ./llama --method yarn:factor=4 --for sglang``
+    Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for "vllm llama.cpp"``
     """
 
     model: str = shared.model()
-    for_programs: tuple[str, ...] = word(
+    for_programs: tuple[str, ...] = shared.programs(
         "A program that will run this checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. What it computes "
-        "then counts for the exit status. Repeat it for more.",
-        (),
-        metavar="PROGRAM",
-        name="for",
-        repeated=True,
+        "then counts for the exit status."
     )
-    method: str | None = word(
-        "Print the options by which programs run this unchanged checkpoint under a method, such as yarn:factor=4.",
-        None,
-        metavar="METHOD",
-    )
-    patching: Patching = contained(Patching, without=("freeze_at",))
     config_only: bool = flag("Leave out the weights files, which need not be there, as in a CI.")
     repair: bool = flag("Write a copy of a patched folder whose config was changed after the patch; needs -o.")
     output: Path | None = path(
@@ -107,9 +82,36 @@ class DoctorOptions(CommandOptions, command="doctor"):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        object.__setattr__(self, "for_programs", shared.names_in(self.for_programs))
         if self.repair != (self.output is not None):
             raise ValueError("--repair and -o FOLDER go together: a repaired copy is written into that folder")
-        if self.repair and (self.config_only or self.method or self.for_programs or self.as_json):
+        if self.repair and (self.config_only or self.for_programs or self.as_json):
             raise ValueError("--repair writes a folder and checks nothing: give MODEL and -o FOLDER alone")
-        if self.method is None and self.patching != Patching():
-            raise ValueError("--target-length and --layer-type go with --method: name one, or leave them out")
+
+
+@dataclass(frozen=True)
+class SettingsOptions(CommandOptions, command="settings"):
+    """Print what to write into your own configuration, so that a program runs an unchanged checkpoint under a method.
+
+    Trainers and engines take the rotary settings of a config in ways of their own. What is printed is complete, ready
+    to paste, and states the version of the program that it was written from. Only the config of the checkpoint is read.
+
+    The exit status is 3 if a program that is named cannot state the table; then ``rope-patch apply`` writes a folder.
+
+    Examples: ``rope-patch settings ./llama yarn --target-length 128k``,
+    ``rope-patch settings ./llama yarn:factor=4 --for "trl vllm"``
+    """
+
+    model: str = shared.model()
+    method: str = shared.applied_method()
+    parameters: tuple[str, ...] = shared.parameters()
+    patching: Patching = contained(Patching, without=("freeze_at",))
+    for_programs: tuple[str, ...] = shared.programs(
+        "A program: transformers, transformers-4, trl, axolotl, llama-factory, ms-swift, verl, vllm, sglang, llama.cpp "
+        "or mlx. By default all of them."
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        object.__setattr__(self, "for_programs", shared.names_in(self.for_programs))

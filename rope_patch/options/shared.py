@@ -72,6 +72,37 @@ def model() -> Any:
     )
 
 
+def applied_method() -> Any:
+    """Return the field for the method that a command is about."""
+    return word(
+        "The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are joined with +. "
+        "rope-patch methods lists all of them.",
+        metavar="METHOD",
+        positional=True,
+    )
+
+
+def parameters() -> Any:
+    """Return the field for the parameters of a method."""
+    return word(
+        "The parameters of the method, which may also be written behind its name.",
+        (),
+        metavar="KEY=VALUE",
+        positional=True,
+        repeated=True,
+    )
+
+
+def programs(help: str) -> Any:
+    """Return the field for programs."""
+    return word(f"{help} Several names go into quotes, or repeat it.", (), metavar="PROGRAM", name="for", repeated=True)
+
+
+def names_in(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in values, of which each may hold several."""
+    return tuple(name for value in values for name in value.split())
+
+
 def output(folder: str) -> Any:
     """Return the field for the folder of results, with its default."""
     return path("The folder to write the results to.", Path(folder), metavar="FOLDER", short=("-o",))

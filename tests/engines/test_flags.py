@@ -108,18 +108,17 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
 
 
 def test_the_command_prints_lines_to_copy(base, caplog):
-    printed = run("doctor", base, "--method", "yarn:factor=4", "--for", "vllm", "--target-length", "256")
+    printed = run("settings", base, "yarn:factor=4", "--for", "vllm", "--target-length", "256")
     assert printed.splitlines()[2].strip() == "--max-model-len 256"
-    run("doctor", base, "--method", "yarn:factor=4")
+    run("settings", base, "yarn:factor=4")
     assert caplog.text.count("reaches 256 tokens") == 1, "what is said of all programs"
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path):
-    words = ("doctor", base, "--method", "abf", "--for")
+    words = ("settings", base, "abf", "--for")
     assert "sglang" in fail(*words, "tgi")
     rope_patch.checkpoints.folder_patch.patch_folder(base, "abf", tmp_path / "patched")
-    assert "patched already" in fail("doctor", tmp_path / "patched", "--method", "abf")
-    assert "--method" in fail("doctor", base, "--target-length", "256")
+    assert "patched already" in fail("settings", tmp_path / "patched", "abf")
 
 
 @pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])

@@ -139,7 +139,7 @@ MEASUREMENTS = {"perplexity": read_text, "retrieval": answer}
 )
 def test_the_plan_of_a_measurement_is_what_it_takes(measurement, name, layers, length, monkeypatch):
     # As on a GPU: more tokens at once, and all logits of a slice.
-    monkeypatch.setattr(reader, "FLOATS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(reader, "rows_at_once", len)
     monkeypatch.setattr(reader, "scored_at_once", lambda tokens, device: scored_at_once(tokens, "cuda"))
     with torch.device("meta"):
         model = shipped(name, num_hidden_layers=layers).eval()

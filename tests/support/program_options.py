@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rope_patch.engines.flags import checkpoint_under, flags_of
+from rope_patch.engines.flags import checkpoint_under
+from rope_patch.engines.statements import statement_of
 
 
 def flags(source, method, program, **patching):
-    return flags_of(checkpoint_under(source, method, **patching), program)
+    return statement_of(checkpoint_under(source, method, **patching), program)
