@@ -81,13 +81,15 @@ def analyze(
     inspection = inspect_model(model)
     config: Any = model.config
     check_choices(config, heads=heads, p_values=p_values)
+    layers = find_attention_layers(model)
+    if without := {layer for layer, _ in heads} - {layer.index for layer in layers}:
+        raise ValueError(f"no attention is found in layer {min(without)}, of which a head is asked for")
     rows = text
     if not isinstance(rows, TextRows):
         rows = rows_to_read(model, tokenizer, rows, tokens=tokens, window=window)
     progress.more(rows.ids.numel())
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
-    layers = find_attention_layers(model)
     with measuring_heads(model, rows.ids) as head_sums, capturing(layers, rows.ids, texts) as state_sums:
         run_decoder(model, rows.ids)
     statistics = state_sums.result(model)

@@ -2,8 +2,8 @@
 
 No fused kernel returns its weights, and none of these numbers needs all of them. Attended values, the sums of
 exponentials and what each key draws come from fused kernels; the weights near a query, on the first key and on keys
-that match are computed one by one from the sums. Sliding windows and soft caps, which no kernel here knows, are read a
-block of queries at a time. So memory is for one block, never ``(heads, tokens, tokens)``.
+that match are computed one by one from the sums. Sliding windows and soft caps, which no kernel here knows, and states
+that no kernel takes, are read a block of queries at a time. Nothing is as large as ``(heads, tokens, tokens)``.
 
 *Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5, for diagonal and previous-token heads; Gu et al.,
 arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (their prefix matching).
@@ -48,6 +48,7 @@ REPRODUCED_SHARE = 0.75
 STATE_TOLERANCE = 1e-3
 """How closely the pass must give the states of these tokens, relative to them; 16-bit models are allowed 50 times as
 much."""
+TINY = 1e-9
 MOST_QUERIES = 512
 """Greatest number of queries whose weights are computed at one time."""
 
@@ -59,8 +60,12 @@ def measure_heads(model: nn.Module, token_ids: Tensor) -> Heads:
         model: a causal language model of transformers, as for :func:`measuring_heads`.
         token_ids: (tokens,) or (rows, tokens) the text, at least 2 tokens; rows are texts of their own.
 
+    Returns:
+        Attention masses and sinks, by layer.
+
     Raises:
-        TypeError, ValueError: the model or the text is wrong, as for :func:`measuring_heads`.
+        TypeError, ValueError: the model or the text is wrong, as for :func:`measuring_heads`; or there are logits that
+            are no finite numbers, which the message names by layer and head.
     """
     rows = token_rows(token_ids)
     with measuring_heads(model, rows) as sums:
@@ -149,14 +154,17 @@ class _Attended:
         logsum: (heads, tokens) the logarithm of the sum of exponentials, that of a learned sink included.
         given: (heads, tokens) the weight that each query gives to keys: 1, or less where a learned sink takes some.
         logit: (heads, tokens) the sum over keys of weight × logit.
-        drawn: (heads, tokens) the weight that each key draws from all counted queries together.
+        given_far: (heads, tokens) the weight that each counted query gives to keys that are far behind it, by
+            ``SINK_DISTANCE`` tokens or more.
+        drawn_far: (heads, tokens) the weight that each key draws from these queries together.
     """
 
     values: Tensor
     logsum: Tensor
     given: Tensor
     logit: Tensor
-    drawn: Tensor
+    given_far: Tensor
+    drawn_far: Tensor
 
 
 def _attend(
@@ -198,7 +206,9 @@ def _by_kernels(
 ) -> _Attended | None:
     """Attend to all keys before each query by fused kernels; None if none takes the states.
 
-    What a key draws is the gradient of its value: that of the sum of the first attended feature over all queries.
+    What a key draws is the gradient of its value: that of the sum of the first attended feature over all queries. It is
+    that of far queries alone, since in 16 bits the small rest that a key draws from afar would be lost beside what it
+    draws from near ones.
 
     Args:
         query: (1, heads, tokens, width) the queries.
@@ -208,28 +218,39 @@ def _by_kernels(
         sinks: (heads, 1) a logit of each head that has no key; None if there is none.
         first: position of the first query that is counted [tokens].
     """
+    heads, tokens, _ = query.shape[1:]
     width = value.shape[-1]
     padded = nn.functional.pad(value, (0, max(0, query.shape[-1] - width)))
-    with torch.inference_mode(False), torch.enable_grad():
-        states = [state.clone() if state.is_inference() else state.detach() for state in (query, key, padded)]
-        part = attend_fused(states[0], states[1], states[2].requires_grad_(), scaling, causal=True)
-        if part is None:
-            return None
-        values = part[0]
-        logsum = part[1].detach()[0, ..., 0]
-        total = logsum if sinks is None else torch.logaddexp(logsum, sinks)
-        given = (logsum - total).exp()
-        counted = torch.zeros_like(values)
-        counted[0, :, first:, 0] = given[:, first:]
-        (drawn,) = torch.autograd.grad(values, states[2], counted)
+    part = attend_fused(query, key, padded, scaling, causal=True)
     mean_key = attend_fused(query, key, key, scaling, causal=True)
-    assert mean_key is not None
+    if part is None or mean_key is None:
+        return None
+    logsum = part[1][0, ..., 0]
+    total = logsum if sinks is None else torch.logaddexp(logsum, sinks)
+    given = (logsum - total).exp()
+    given_far = query.new_zeros(heads, tokens, dtype=torch.float32)
+    drawn_far = torch.zeros_like(given_far)
+    if tokens > SINK_DISTANCE:
+        # Shifted against each other, so that a query sees the keys that are far behind it.
+        with torch.inference_mode(False), torch.enable_grad():
+            shifted = (query[:, :, SINK_DISTANCE:], key[:, :, :-SINK_DISTANCE], padded[:, :, :-SINK_DISTANCE])
+            states = [state.clone() if state.is_inference() else state.detach() for state in shifted]
+            far = attend_fused(states[0], states[1], states[2].requires_grad_(), scaling, causal=True)
+            assert far is not None
+            share = (far[1].detach()[0, ..., 0] - total[:, SINK_DISTANCE:]).exp().to(value.dtype)
+            share[:, : max(0, first - SINK_DISTANCE)] = 0
+            counted = torch.zeros_like(far[0])
+            counted[0, :, :, 0] = share
+            (drawn,) = torch.autograd.grad(far[0], states[2], counted)
+        given_far[:, SINK_DISTANCE:] = share
+        drawn_far[:, :-SINK_DISTANCE] = drawn[0, :, :, 0]
     return _Attended(
-        values=values.detach()[0, :, :, :width] * given[..., None],
+        values=part[0][0, :, :, :width] * given[..., None],
         logsum=total,
         given=given,
         logit=torch.linalg.vecdot(query[0].float(), mean_key[0][0].float()) * scaling * given,
-        drawn=drawn[0, :, :, 0].float(),
+        given_far=given_far,
+        drawn_far=drawn_far,
     )
 
 
@@ -245,7 +266,8 @@ def _by_blocks(
         logsum=torch.empty(query.shape[:2], device=query.device),
         given=torch.empty(query.shape[:2], device=query.device),
         logit=torch.empty(query.shape[:2], device=query.device),
-        drawn=torch.zeros(query.shape[:2], device=query.device),
+        given_far=torch.empty(query.shape[:2], device=query.device),
+        drawn_far=torch.zeros(query.shape[:2], device=query.device),
     )
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
@@ -262,7 +284,9 @@ def _by_blocks(
         attended.logsum[:, start:stop] = logsum
         attended.given[:, start:stop] = weights.sum(-1)
         attended.logit[:, start:stop] = torch.linalg.vecdot(weights, block)
-        attended.drawn[:, low:stop] += weights[:, max(first - start, 0) :].sum(1)
+        weights = weights.masked_fill((distance < SINK_DISTANCE) | (places[start:stop, None] < first), 0.0)
+        attended.given_far[:, start:stop] = weights.sum(-1)
+        attended.drawn_far[:, low:stop] += weights.sum(1)
     return attended
 
 
@@ -353,7 +377,7 @@ class HeadSums:
         return self._matches[key]
 
     def result(self) -> Heads:
-        """Return the means over all queries that are counted, for which a GPU is waited for once.
+        """Return the means over all queries that are counted, after waiting for a GPU once for each data type.
 
         Raises:
             ValueError: no layer was seen, or one did not attend once in each row.
@@ -415,29 +439,27 @@ class _LayerSums:
             products = torch.linalg.vecdot(query[:, queries], key[:, keys])
             return (logits.of(products) - attended.logsum[:, queries]).exp()
 
-        # Each query's weights on the keys near it, which are then taken from what it gives, and from what they draw.
+        # What each key draws from the queries near it, and from all.
         offset = query.new_zeros(heads, OFFSETS)
-        given = attended.given.clone()
-        far = attended.drawn.clone()
+        drawn = attended.drawn_far.clone()
         for distance in range(min(OFFSETS, self.window)):
             low = max(start, distance)
             keys = slice(low - distance, tokens - distance)
             near = weights(slice(low, tokens), keys)
             offset[:, distance] = near.sum(1)
-            given[:, low:] -= near
-            far[:, keys] -= near
+            drawn[:, keys] += near
         induction = query.new_zeros(heads)
         for at, of, match in matches.blocks:
             block = logits.of(query[:, at] @ key[:, of].mT) - attended.logsum[:, at, None]
             induction += block.exp().masked_fill(~match, 0.0).sum((1, 2))
         places = torch.arange(tokens, device=device_of_sums(query.device)).double()
-        given_far, drawn_far = (weight.to(places.device).double() for weight in (given[:, start:], far))
-        weight, place, sinks = self._sinks(far, attended.drawn)
+        given_far, drawn_far = (far.to(places.device).double() for far in (attended.given_far, attended.drawn_far))
+        weight, place, sinks = self._sinks(attended.drawn_far, drawn)
         self.rows.append(
             {
                 "offset": offset,
                 "first": weights(slice(start, max(start, self.window)), slice(0, 1)).sum(1),
-                "distance": given_far @ places[start:] - drawn_far @ places,
+                "distance": (given_far - drawn_far) @ places,
                 "given": attended.given[:, start:].sum(1),
                 "entropy": (attended.given * attended.logsum - attended.logit)[:, start:].sum(1),
                 "induction": induction,
@@ -459,20 +481,29 @@ class _LayerSums:
         begin = (places + SINK_DISTANCE).clamp_min(self.text.first_query)
         # Of the queries that see a key from afar.
         count = ((places + self.window).clamp_max(tokens) - begin).clamp_min(0)
-        draws = (far / count.clamp_min(1)).clamp_min(0)  # rounding can take more from it than it drew
+        draws = far / count.clamp_min(1)
         too_few = count < (count.max() / 4).clamp_min(SINK_DISTANCE)  # for a mean
         draws = draws.masked_fill(too_few, 0.0)
         weight, place = draws.topk(min(SINKS_PER_HEAD, tokens))
         return weight, place, torch.where(draws > SINK_WEIGHT, drawn, 0.0).sum(1)
 
     def means(self) -> LayerHeads:
-        """Return the means, once the sums are on the CPU."""
+        """Return the means, once the sums are on the CPU.
+
+        Raises:
+            ValueError: the layer was not called in every row, or has logits that are no finite numbers.
+        """
         rows, tokens = self.text.rows.shape
         if len(self.rows) != rows:
             raise ValueError(f"attention layer {self.index} was called in {len(self.rows)} of {rows} rows")
         start = self.text.first_query
         stacked = {name: torch.stack([row[name] for row in self.rows]) for name in self.rows[0]}
         sums = {name: of_rows.double().sum(0) for name, of_rows in stacked.items()}
+        if len(invalid := (~torch.isfinite(sums["entropy"])).nonzero()):
+            raise ValueError(
+                f"layer {self.index}, query head {int(invalid[0])} has logits that are no finite numbers: statistics "
+                "need finite states"
+            )
         offsets = torch.arange(OFFSETS)
         offset_count = (tokens - offsets.clamp_min(start)).clamp_min(0) * (offsets < self.window)
         matched = sum(row.count for row in self.matches)
@@ -484,6 +515,7 @@ class _LayerSums:
         return LayerHeads(
             index=self.index,
             offset_mass=sums["offset"] / (rows * offset_count).clamp_min(1),
+            key_mass=sums["given"] / (rows * (tokens - start)),
             first_mass=sums["first"] / (rows * max(1, self.window - start)),
             sink_mass=sums["sinks"] / (rows * (tokens - start)),
             sink_position=position.masked_fill(weight == 0, -1),
@@ -492,8 +524,8 @@ class _LayerSums:
             induction_mass=sums["induction"] / matched if matched else unknown,
             induction_chance=unknown.new_tensor(sum(row.even for row in self.matches) / max(matched, 1)),
             repeated_mass=unknown,
-            distance=(sums["offset"] @ offsets.double() + sums["distance"]) / sums["given"],
-            entropy=sums["entropy"] / (rows * (tokens - start)),
+            distance=(sums["offset"] @ offsets.double() + sums["distance"]) / sums["given"].clamp_min(TINY),
+            entropy=(sums["entropy"] / (rows * (tokens - start))).clamp_min(0),
         )
 
 

@@ -35,6 +35,7 @@ class LayerHeads:
     Attributes:
         index: the index of the layer.
         offset_mass: (heads, offsets) attention mass on the key at each distance; distance 0 is the query's own key.
+        key_mass: (heads,) mean weight on all keys together: 1, or less where a learned sink takes some (gpt-oss).
         first_mass: (heads,) mean weight on the first token, over the queries that see it.
         sink_mass: (heads,) mean weight on all sinks together.
         sink_position: (heads, top) the positions of the keys that draw most from afar, the strongest first; -1 where
@@ -53,6 +54,7 @@ class LayerHeads:
 
     index: int
     offset_mass: Tensor
+    key_mass: Tensor
     first_mass: Tensor
     sink_mass: Tensor
     sink_position: Tensor
@@ -73,14 +75,14 @@ class LayerHeads:
     def content_mass(self) -> Tensor:
         """Attention that goes neither to near keys, nor to sinks, nor to induction: (heads,)."""
         sinks = torch.maximum(self.first_mass, self.sink_mass)
-        return 1 - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
+        return self.key_mass - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
 
     def head_types(self, head: int) -> tuple[str, ...]:
         """Return what a head does with most of its attention.
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
-        first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated
-        tokens).
+        first token alone is not enough), ``"learned sink"`` (which has no key), ``"induction"`` (on the text, less what
+        chance puts there, or on repeated tokens).
 
         Args:
             head: the index of the query head.
@@ -92,6 +94,8 @@ class LayerHeads:
             types.append("first token")
         elif float(self.sink_mass[head]) >= TYPE_SHARE:
             types.append("sink")
+        if 1 - float(self.key_mass[head]) >= TYPE_SHARE:
+            types.append("learned sink")
         # NaN stands for what was not measured, and counts as no attention.
         on_text = self.induction_mass[head] - self.induction_chance
         if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= TYPE_SHARE:

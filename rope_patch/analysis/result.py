@@ -25,7 +25,7 @@ from rope_patch.analysis.outliers import (
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.modeling.state_statistics import Capture
-from rope_patch.runtime.captions import names_text, ranges_text
+from rope_patch.runtime.captions import count_text, names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
@@ -133,7 +133,11 @@ def _positional(analysis: Analysis) -> str:
     if parts:
         sentence += f" Heads by what they attend to, named by layer.head: {'; '.join(parts)}."
     if analysis.heads.others:
-        sentence += f" Layers {ranges_text(analysis.heads.others)} have no attention that is seen, and are left out."
+        others = count_text(len(analysis.heads.others), "layer")
+        sentence += (
+            f" {others} ({ranges_text(analysis.heads.others)}) without attention, or with one outside transformers’ "
+            "AttentionInterface: left out."
+        )
     return sentence
 
 
@@ -160,7 +164,7 @@ def _cache(analysis: Analysis) -> str:
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     measured = analysis.heads.layer(layer)
-    names = ("first_mass", "sink_mass", "induction_mass", "repeated_mass", "distance", "entropy")
+    names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "repeated_mass", "distance", "entropy")
     return {
         "layer": layer,
         "head": head,

@@ -35,6 +35,7 @@ class SingleHead:
         scaling: the factor on q·k, usually ``1 / sqrt(head_dim)``.
         softcap: the bound that soft-capping puts on the scaled logits; None where the model has none.
         window: the number of tokens that a query sees; None for all [tokens].
+        sink: the logit of the head that has no key, as gpt-oss learns it; None where the model has none.
         interleaved: whether the two features of a pair are neighbours, instead of half the rotary dimension apart.
     """
 
@@ -48,6 +49,7 @@ class SingleHead:
     scaling: float
     softcap: float | None
     window: int | None
+    sink: float | None
     interleaved: bool
 
     def norms(self, states: Tensor) -> Tensor:
@@ -63,14 +65,18 @@ class SingleHead:
 
     @functools.cached_property
     def pattern(self) -> Tensor:
-        """Attention weights: (queries, keys), each query's summing to 1 over what it sees."""
+        """Attention weights: (queries, keys), each query's summing to 1 over what it sees and a learned sink."""
         capped = self.logits
         if self.softcap is not None:
             capped = self.softcap * torch.tanh(capped / self.softcap)
         places = torch.arange(len(capped))
         distance = places[:, None] - places
         hidden = (distance < 0) | (distance >= (self.window or len(capped)))
-        return capped.masked_fill(hidden, -torch.inf).softmax(-1)
+        capped = capped.masked_fill(hidden, -torch.inf)
+        total = capped.logsumexp(-1, keepdim=True)
+        if self.sink is not None:
+            total = torch.logaddexp(total, torch.full_like(total, self.sink))
+        return (capped - total).exp()
 
     def mean_terms(self, distance: int) -> Tensor:
         """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,)."""
@@ -156,6 +162,7 @@ def read_single_heads(
                 scaling=layer.scaling,
                 softcap=layer.softcap,
                 window=layer.window,
+                sink=None if layer.sinks is None else float(layer.sinks[head]),
                 interleaved=layer.interleaved,
             )
         )

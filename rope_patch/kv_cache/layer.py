@@ -45,7 +45,7 @@ class SchemeRun:
 
 
 class Room:
-    """States of tokens (rows, heads, tokens, head_dim) in memory that has room for more, so that adding copies nothing.
+    """States of tokens (rows, heads, tokens, head_dim), in memory that has room for more.
 
     Args:
         states: the first tokens, whose memory is never written to.
@@ -58,14 +58,27 @@ class Room:
 
     @property
     def states(self) -> Tensor:
-        """The states of all tokens; later changes show in it."""
+        """The states of all tokens."""
         return self.memory[:, :, : self.tokens]
 
     def write(self, start: int, states: Tensor) -> None:
-        """Write tokens from a position on, over those that are there or after them."""
+        """Write tokens from a position on, over those that are there or after them.
+
+        Raises:
+            ValueError: there are other numbers of rows or heads than in the cache.
+        """
+        if states.shape[:2] != self.memory.shape[:2]:
+            raise ValueError(
+                f"the cache holds {self.memory.shape[0]} rows of {self.memory.shape[1]} heads, got {states.shape[0]} "
+                f"of {states.shape[1]}"
+            )
         stop = max(self.tokens, start + states.shape[-2])
-        if self.shared or stop > self.memory.shape[-2]:
-            memory = states.new_empty(*states.shape[:2], stop + stop // 8, states.shape[-1])
+        kind = torch.promote_types(states.dtype, self.memory.dtype)
+        # What a backward pass needs, and what was made in inference mode, must not be written to.
+        kept = torch.is_grad_enabled() and (states.requires_grad or self.memory.requires_grad)
+        kept |= self.memory.is_inference() and not torch.is_inference_mode_enabled()
+        if self.shared or kept or kind != self.memory.dtype or stop > self.memory.shape[-2]:
+            memory = states.new_empty(*states.shape[:2], stop + stop // 8, states.shape[-1], dtype=kind)
             memory[:, :, : self.tokens] = self.states
             self.memory = memory
             self.shared = False
@@ -73,7 +86,7 @@ class Room:
         self.tokens = stop
 
     def branch(self) -> Room:
-        """Return a copy; whichever of the two is written to first takes memory of its own."""
+        """Return a copy. Each of the two takes memory of its own when it is written to for the first time."""
         self.shared = True
         return copy.copy(self)
 

@@ -17,6 +17,9 @@ from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 
+MOST_BYTES = 1 << 33
+"""Size of the outputs that are stored at most; of larger ones none are, and passes are whole [bytes]."""
+
 
 class LayerOutputs:
     """The outputs of all layers of a decoder on windows of text, in full precision and in the memory of the CPU.
@@ -36,6 +39,9 @@ class LayerOutputs:
     @torch.no_grad()
     def read(self, windows: Tensor) -> None:
         """Read windows (windows, tokens), while the model attends in full precision; those that were read are not."""
+        config = self.reader.model.config.get_text_config()
+        size = windows.numel() * len(self.layers) * config.hidden_size * self.reader.model.dtype.itemsize
+        self.usable = self.usable and size <= MOST_BYTES
         for ids in windows:
             name = tensor_hash(ids)
             if name in self.outputs or not self.usable:

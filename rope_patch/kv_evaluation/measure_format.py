@@ -157,8 +157,8 @@ def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
 def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
     """Return the number of tokens that a check reads if no format is unsafe.
 
-    Under each method these are the windows and prompts, in full precision and through each format; the compared windows
-    count once more, since they are read first, for the statistics of keys.
+    Under each method these are the windows and prompts, in full precision and through each format. The compared windows
+    count twice in full precision: when they are read, for the statistics of keys, and when they are scored.
 
     Args:
         spec: the spec of the check, which states a number of windows, that of the suite.

@@ -78,6 +78,7 @@ class AttentionLayer:
         scaling: factor on q·k.
         softcap: bound of the scaled logits; None if there is none.
         window: number of tokens that a sliding layer sees [tokens]; None if the layer sees all.
+        sinks: (heads,) a logit of each query head that has no key, as gpt-oss learns it; None if there is none.
         keys_of: index of the layer whose keys and values this one uses; its own index on most models.
     """
 
@@ -88,6 +89,7 @@ class AttentionLayer:
     scaling: float
     softcap: float | None
     window: int | None
+    sinks: Tensor | None
     keys_of: int
 
 
@@ -222,6 +224,7 @@ def _match(
                 raise ValueError(
                     f"layer {call.index} of {model}: no part of {type(call.module).__name__} puts out its {missing}"
                 )
+            sinks = call.kwargs.get("s_aux")
             return AttentionLayer(
                 index=call.index,
                 parts={"query": query, "key": key, "value": value},
@@ -230,6 +233,7 @@ def _match(
                 scaling=float(call.kwargs.get("scaling") or call.states["query"].shape[-1] ** -0.5),
                 softcap=call.kwargs.get("softcap"),
                 window=call.window,
+                sinks=None if sinks is None else sinks.detach().float().cpu(),
                 keys_of=keys_of,
             )
     raise ValueError(

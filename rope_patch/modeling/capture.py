@@ -85,7 +85,7 @@ class CaptureSums:
         state_sums.add(states, before, self.texts[before // self.rows.shape[1]])
 
     def result(self, model: nn.Module) -> Capture:
-        """Return the statistics, for which a GPU is waited for once.
+        """Return the statistics, after waiting for a GPU once for each data type.
 
         Raises:
             ValueError: states are NaN or infinite.
@@ -113,7 +113,7 @@ class CaptureSums:
         if row:
             at += f" of row {row}"
         raise ValueError(
-            f"layer {index}, {role} head {head}, feature {feature} has the size {float(largest[head, feature])} at "
+            f"layer {index}, {role} head {head}, feature {feature} is of size {float(largest[head, feature])} at "
             f"{at}: statistics need finite states below {LARGEST_STATE:g}"
         )
 

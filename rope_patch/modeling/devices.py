@@ -1,4 +1,4 @@
-"""Where sums are kept, and how tensors come to the CPU without waiting for each."""
+"""Which device holds sums in float64, and how tensors come to the CPU without waiting for each."""
 
 from __future__ import annotations
 

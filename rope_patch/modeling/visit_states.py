@@ -53,7 +53,11 @@ def visiting_states(layers: Sequence[AttentionLayer], visit: Visit, tokens: int)
         yield
     # A hook that does not run would leave its layer out of the statistics in silence.
     if other := {at: count for at, count in seen.items() if count != tokens}:
-        raise RuntimeError(f"of {tokens} tokens other numbers of states were seen: {other}. Was the model changed?")
+        (index, role), count = other.popitem()
+        raise RuntimeError(
+            f"{count} states of {role} of layer {index} were seen where {tokens} tokens were read: was the model "
+            "changed?"
+        )
 
 
 @torch.no_grad()

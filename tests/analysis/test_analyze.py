@@ -125,6 +125,11 @@ def test_every_part_is_there(family):
     assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.token_ids)
 
 
+def test_a_head_of_a_layer_without_attention_is_refused_before_anything_is_read():
+    with pytest.raises(ValueError, match="no attention is found in layer 0"):
+        analyzed(small("qwen3_5_text"), heads=[(0, 0)])
+
+
 def test_tokens_that_are_parts_of_characters_are_written_by_their_bytes():
     class Vocabulary:
         names: ClassVar = ["Ġhere", "åŃ", "▁字", "<0xE5>"]  # the second is bytes E5 and AD of 字, as GPT-2 writes them

@@ -102,6 +102,7 @@ def loops(rows, layers, window):
     places = [sorted(draws, key=lambda at, h=h: -draws[at][h])[:SINKS_PER_HEAD] for h in range(heads)]
     return {
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(OFFSETS)], 1),
+        "key_mass": mean["given"],
         "first_mass": mean["first"],
         "sink_mass": [
             sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_mass.SINK_WEIGHT) / queries
@@ -364,6 +365,7 @@ def test_head_types_by_hand(values, expected):
     """What the numbers of a head are called: from half of its attention on."""
     layer = measure_heads(model_of("llama"), text(40)).layers[0]
     zero = {name: torch.zeros_like(value) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    zero["key_mass"] = torch.ones_like(layer.key_mass)
     for name, value in values.items():
         place = zero[name] if zero[name].ndim == 0 else zero[name][1]
         (place[: len(value)] if isinstance(value, list) else place).copy_(torch.tensor(value))
@@ -382,6 +384,7 @@ def test_a_head_that_looks_for_content_attends_far_to_few_keys():
     layer = dataclasses.replace(
         measure_heads(model_of("llama"), few_kinds()).layers[0],
         offset_mass=near,
+        key_mass=values(*[1.0] * 5),
         first_mass=values(0.0, 0.8, 0.0, 0.0, 0.1),
         sink_mass=values(0.0, 0.9, 0.0, 0.0, 0.0),
         induction_mass=values(math.nan, 0.0, 0.0, 0.9, math.nan),
@@ -481,6 +484,43 @@ def test_a_model_in_bfloat16(monkeypatch):
 def test_bad_input_of_measure_heads(tokens, message):
     with pytest.raises(ValueError, match=message):
         measure_heads(tiny_model(), torch.tensor(tokens))
+
+
+def test_weights_that_are_no_numbers_are_named():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[20] = math.nan  # key head 1, which query heads 2 and 3 read
+    with pytest.raises(ValueError, match=r"layer 1, query head 2 has logits that are no finite numbers"):
+        measure_heads(model, ids(40, 2))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_learned_sink_that_takes_all_is_no_content():
+    model = model_of("gpt_oss")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.sinks.fill_(200.0)
+    row = ids(60, 1)[0]
+    heads = measure_heads(model, row)
+    rests = heads.layer(1)
+    assert rests.key_mass.max() < 1e-9 and rests.content_mass.max() < 1e-9 and torch.isfinite(rests.distance).all()
+    assert {rests.head_types(head) for head in range(rests.heads)} == {("learned sink",)}
+    (view,) = read_single_heads(model, row, [(0, 1)], find_attention_layers(model))
+    weights = view.pattern[FIRST_COUNTED_QUERY:].sum(1)
+    assert float(weights.mean()) == pytest.approx(float(heads.layer(0).key_mass[1]), rel=1e-5)
+
+
+def test_in_16_bits_kernels_lose_no_weight_of_far_keys(monkeypatch):
+    """On a GPU kernels take the states as they are; a key near most queries draws little from afar beside."""
+    model = golden(["previous", "diagonal"]).bfloat16()
+    rows = golden_rows()
+    expected = measure_heads(model, rows).layer(1)
+    kernels = attention_mass._by_kernels
+
+    def in_16_bits(query, key, value, *more):
+        return kernels(query.bfloat16(), key.bfloat16(), value.bfloat16(), *more)
+
+    monkeypatch.setattr(attention_mass, "_by_kernels", in_16_bits)
+    torch.testing.assert_close(measure_heads(model, rows).layer(1).distance, expected.distance, rtol=0.01, atol=0.02)
 
 
 def halved(part, query, key, value, mask, scaling=None, **kwargs):

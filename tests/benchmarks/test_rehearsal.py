@@ -20,8 +20,8 @@ BARS = {
     ("retrieval", 32768): {"generate": 0.8},
     ("kv_pass", 8192): {"plain": 1.3, "launches": 4_400},
     ("kv_pass", 32768): {"plain": 1.2, "launches": 4_400},
-    ("analyze", 8192): {"hooks": 3.2, "launches": 37_000, "waits": 60},
-    ("analyze", 32768): {"hooks": 3.4, "launches": 76_000, "waits": 60},
+    ("analyze", 8192): {"hooks": 3.2, "launches": 36_000, "waits": 60},
+    ("analyze", 32768): {"hooks": 3.6, "launches": 74_000, "waits": 60},
 }
 
 

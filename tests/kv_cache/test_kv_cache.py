@@ -407,6 +407,35 @@ def test_a_copy_of_a_cache_is_its_own(copied, exact):
         assert torch.equal(losses(model, second, past, 4), after(second))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_cache_goes_on_outside_of_inference_mode_and_with_gradients(exact):
+    model = model_for("llama")
+    rows = ids(12, 1)
+    with quantized(model, "int4;residual=2", exact=exact) as factory:
+        past = factory()
+        with torch.inference_mode():
+            losses(model, rows, past, 1)
+        assert torch.isfinite(losses(model, rows, past, 1)).all()
+        with torch.enable_grad():
+            past = factory()
+            for token in rows[0]:
+                out = model(token[None, None], past_key_values=past)
+            out.logits.sum().backward()
+        assert torch.isfinite(model.get_input_embeddings().weight.grad).all()
+
+
+def test_a_cache_refuses_other_numbers_of_rows_and_keeps_the_wider_type():
+    model = model_for("llama")
+    with quantized(model, "kivi-2") as factory:
+        past = factory()
+        losses(model, ids(12, 1), past)
+        with pytest.raises(ValueError, match="holds 1 rows of 2 heads, got 3"):
+            losses(model, ids(4, 3), past)
+        layer = past.layers[0]
+        layer.update(*(states[:, :, :1].half() for states in (layer.raw_keys, layer.raw_values)))
+        assert layer.keys.dtype == layer.raw_values.dtype == model.dtype
+
+
 def test_a_cache_that_is_dropped_is_gone():
     model = model_for("llama")
     with quantized(model, SCHEMES[0]) as factory:

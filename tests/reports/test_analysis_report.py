@@ -60,6 +60,7 @@ def random_heads(draw, index, heads):
     return LayerHeads(
         index=index,
         offset_mass=offset,
+        key_mass=torch.ones(heads, dtype=torch.float64),
         first_mass=first,
         sink_mass=0.1 * draw(heads),
         sink_position=torch.arange(4).expand(heads, 4).clone(),
@@ -119,6 +120,7 @@ def random_analysis(
         scaling=0.25,
         softcap=None,
         window=None,
+        sink=None,
         interleaved=False,
     )
     group = tables[0][0] or "all"
