@@ -1,14 +1,15 @@
 """What people write into their own configuration, so that a program runs an unchanged checkpoint under a method.
 
 Trainers and libraries build the model by transformers, so the keys are those of its config; how a program takes keys,
-and what it makes of them, was read in its source at the version that the statement names, and is not run here, but for
-transformers itself. vLLM, SGLang and llama.cpp have :mod:`~rope_patch.engines.flags`.
+and what it makes of them, was read in its source at the version that the statement names. vLLM, SGLang and llama.cpp
+have :mod:`~rope_patch.engines.flags`.
 
 - axolotl 0.18.0, 067b021c: ``loaders/utils.py`` sets each key of ``overrides_of_model_config``.
 - LLaMA-Factory 0.9.6, ff6d4d12: ``model_utils/rope.py`` makes a dictionary of its own, without the base.
 - ms-swift 4.6.0, 3602360a: ``_init_rope_scaling`` fills what is missing, ``_postprocess_config`` sets ``rope_scaling``.
 - verl 0.10.0, 1dda039b: ``utils/model.py``, ``update_model_config`` descends into dictionaries, and fails on them.
-- TRL 1.10.0, f2cd5771: ``model_init_kwargs`` go to ``from_pretrained``; its commands replace them by their own.
+- TRL 1.16.0: ``model_init_kwargs`` go to ``from_pretrained``, and ``SFTTrainer`` was run with them; TRL's own commands
+  replace them.
 - mlx-lm 0.32.0, d78bf58e: ``load`` takes ``model_config``, of which a family keeps the keys that it declares.
 """
 
@@ -138,7 +139,8 @@ def _mlx(checkpoint: PatchedCheckpoint) -> Flags:
 def _trl(checkpoint: PatchedCheckpoint) -> Flags:
     keys = _keys(checkpoint)
     note = "in a script of your own: trl sft and TRL's other commands replace model_init_kwargs"
-    return Flags("trl", _python("SFTConfig", {"model_init_kwargs": keys}), keys, _read("TRL 1.10.0"), (note,))
+    shown = "TRL 1.16.0, whose SFTTrainer was run with such keys"
+    return Flags("trl", _python("SFTConfig", {"model_init_kwargs": keys}), keys, shown, (note,))
 
 
 def _axolotl(checkpoint: PatchedCheckpoint) -> Flags:
