@@ -38,8 +38,8 @@ _SIZES = {
         attention_head_size dim_head d_head d_kv query_pre_attn_scalar hidden_size_per_layer_input mamba_d_head
         mamba_head_dim""",
     CONTEXT: "max_position_embeddings max_seq_len model_max_length qk_head_dim attention_head_dim",
-    VOCABULARY: """vocab_size decoder_vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab
-        ngram_vocab_size_base""",
+    VOCABULARY: """vocab_size unpadded_vocab_size decoder_vocab_size vocab_size_per_layer_input
+        encoder_hash_byte_group_vocab ngram_vocab_size_base""",
     128: """hidden_size d_model n_embd embed_dim dim emb_dim embedding_size hidden_size_global input_embedding_size
         output_embedding_size word_embed_proj_dim lru_width intermediate_size moe_intermediate_size decoder_ffn_dim
         encoder_ffn_dim ffn_dim d_ff shared_expert_intermediate_size shared_intermediate_size ffn_hidden_size
@@ -85,6 +85,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 32},
+    "ministral3": {"rope_parameters": {"max_position_embeddings": CONTEXT, "original_max_position_embeddings": 4}},
     "musicgen": {"decoder": {"num_codebooks": 2}},
     "musicgen_melody": {"decoder": {"num_codebooks": 2}},
     "nemotron": {"num_key_value_heads": 2},

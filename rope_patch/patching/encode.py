@@ -171,6 +171,8 @@ def encode_tables(location: Location, method: Method, options: PatchRequest, *, 
     for stated in (parameters, *parameters.values()):
         if isinstance(stated, dict) and stated.get("type") in ROPE_TYPES:
             stated["type"] = stated["rope_type"]
+        if isinstance(stated, dict) and "max_position_embeddings" in stated:  # in Ministral 3
+            stated["max_position_embeddings"] = length
     record = PatchRecord(
         method=method.to_dict(),
         layer_types=chosen,

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Mapping
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +119,10 @@ class OriginalForward:
         # A new stand-in for each call, so that nothing of one call reaches another in a second thread.
         stand_in = self.stand_in()
         prefix = "" if layer_type is None else f"{layer_type}_"
-        ours = {f"{prefix}inv_freq": inv_freq, f"{prefix}attention_scaling": scaling}
+        ours: dict[str, Any] = {f"{prefix}inv_freq": inv_freq, f"{prefix}attention_scaling": scaling}
+        if "rope_init_fn" in self.forward.__code__.co_names:  # Phi-MoE computes its table anew in each pass
+            ours["rope_init_fn"] = lambda *_, **__: (inv_freq, scaling)
+            ours["config"] = SimpleNamespace(rope_parameters={"rope_type": "default"})
         for name, value in {**self.attributes, **ours}.items():
             setattr(stand_in, name, value)
         if layer_type is None:
