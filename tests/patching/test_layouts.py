@@ -161,3 +161,14 @@ def test_tables_of_several_axes_reload(family, method, tmp_path):
     assert not torch.allclose(after, before, atol=1e-5)
     model.save_pretrained(tmp_path)
     assert torch.equal(hidden(type(model).from_pretrained(tmp_path), image_positions()), after)
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5"])
+def test_a_family_that_computes_its_table_anew_in_each_pass_uses_ours(method):
+    model = tiny_model("phimoe", num_local_experts=2)
+    with torch.no_grad():
+        before = model(ids(20, 1)).logits
+        rope_patch.apply(model, method)
+        after = model(ids(20, 1)).logits
+    rope_patch.verify(model)
+    assert not torch.equal(after, before)
