@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from support.commands import fail, fail_without_a_trace, invoke, run
+from support.commands import fail_without_a_trace, invoke, run
 from support.patches import lora
 from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
@@ -112,14 +112,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
 )
 def test_errors_are_one_line_and_write_nothing(checkpoint, arguments, message):
     fail_without_a_trace(checkpoint, arguments, message)
-
-
-def test_truncated_weights(checkpoint, tmp_path):
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    error = fail("apply", checkpoint, "pi:factor=4", "-o", tmp_path / "out")
-    assert "model.safetensors is truncated or damaged" in error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

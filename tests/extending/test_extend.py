@@ -15,14 +15,13 @@ from huggingface_hub import metadata_load
 from huggingface_hub.errors import IncompleteSnapshotError
 from safetensors.torch import load_file
 from support.commands import fail, invoke
-from support.forks import forked
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.hub import cached_repository, reachable
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
 from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
@@ -37,7 +36,6 @@ from rope_patch.extending.write_extended import other_programs, write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import options_from_dict, to_dict
-from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
@@ -117,13 +115,6 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
     assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in checkpoint_card(outcome, LLAMA)
 
 
-def test_programs_that_were_not_compared_are_named_once(tmp_path):
-    config = PhiConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    PhiForCausalLM(config).save_pretrained(tmp_path)
-    (sentence,) = (one for one in other_programs(tmp_path) if "was not compared" in one)
-    assert re.match(r"vLLM [\d.]+, llama\.cpp \w+: .* phi ", sentence)
-
-
 def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     def stop(stage, tokens):
         if stage == "pi:factor=2":
@@ -136,15 +127,6 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     again = extend(llama, TOKENIZER, **options)
     assert again.comparison.to_json() == extended[0].comparison.to_json()
     assert again.choice == extended[0].choice
-
-
-def test_two_runs_do_not_write_one_output(llama, tmp_path):
-    def run():
-        with pytest.raises(BlockingIOError, match="another command"):
-            extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)
-
-    with locked_output(tmp_path / "out.work"):
-        assert forked(run) == 0  # the process that holds a lock may take it again
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -409,34 +391,6 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
     assert left.startswith("adapter-"), "the model that was trained is no second checkpoint"
     monkeypatch.setattr(Trainer, "training_step", lambda *_: pytest.fail("it was trained again"))
     assert extend(llama, TOKENIZER, train=True, train_rows=8, overwrite=True, **options).choice == outcome.choice
-
-
-@pytest.mark.full
-def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_path, monkeypatch):
-    options = {**QUICK, "methods": ["yarn"], "budget": 60, "tokens": 41_000, "train": True, "train_rows": 16}
-    whole = extend(llama, TOKENIZER, output=tmp_path / "whole", **options)
-    rows = []
-    step = Trainer.training_step
-
-    def counted(trainer, *arguments, **keywords):
-        rows.append(trainer.state.global_step)
-        if len(rows) == 10:
-            raise KeyboardInterrupt
-        return step(trainer, *arguments, **keywords)
-
-    def stop(sentence):
-        if sentence == "measuring the adapted model":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "training_step", counted)
-    for said in (lambda sentence: None, stop):
-        with listen(on_sentence=said), pytest.raises(KeyboardInterrupt):
-            extend(llama, TOKENIZER, output=tmp_path / "out", **options)
-    assert rows[10:] == [1] * 8, "the training went on after its first step"
-    outcome = extend(llama, TOKENIZER, output=tmp_path / "out", **options)
-    assert len(rows) == 18, "and was not repeated"
-    assert outcome.choice == whole.choice
-    assert outcome.comparison.to_json() == whole.comparison.to_json()
 
 
 def test_another_training_does_not_go_on_with_an_earlier_one(tmp_path, monkeypatch):
