@@ -419,16 +419,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_full_disk_is_not_blamed_on_the_file_that_is_copied(tmp_path, base_folder, monkeypatch):
-    def full(source, place):  # as shutil raises it
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(place))
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(OSError, match="device") as raised:
-        patch_folder(base_folder, "yarn:factor=4", tmp_path / "out")
-    assert raised.value.filename == str(tmp_path / "out") and os.listdir(tmp_path) == ["base"]
-
-
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="folder"):

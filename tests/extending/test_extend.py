@@ -44,6 +44,7 @@ LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5}
 MANY = 13_400
 FEW = 4_100  # tokens, so that a budget gives the same rounds on every machine
+ONE_METHOD = {**QUICK, "methods": ["yarn"], "budget": 40, "tokens": FEW}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,12 @@ def extended(llama, tmp_path_factory):
     with listen(on_sentence=said.append):
         outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, **QUICK)
     return outcome, said
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    """A machine that reads 1000 tokens a second."""
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
 
 
 def test_the_folder_is_one_of_plain_transformers(extended, llama):
@@ -160,7 +167,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
         if sentence.startswith("plain transformers gives"):
             raise KeyboardInterrupt
 
-    options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
+    options = {"output": tmp_path / "out", **ONE_METHOD}
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
@@ -171,7 +178,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
 def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", lambda *_: torch.zeros(1, 1))
     with pytest.raises(RuntimeError, match="other logits"):
-        extend(llama, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
+        extend(llama, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
 
@@ -225,11 +232,10 @@ def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2)])
-def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds):
+def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds, speed):
     model = bold(max_position_embeddings=256)
     settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
     now = [0.0]
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("rope_patch.extending.choose_method.MethodEvaluator.settled", lambda *_, **__: False)
     run = Run(model, TOKENIZER, settings, tmp_path / "out")
@@ -247,14 +253,12 @@ def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypa
 
 def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
-    options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
-    extend(model, TOKENIZER, **options)
+    extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     written, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", LLAMA))
     assert written.keys() == before.keys() and all(torch.equal(written[name], before[name]) for name in before)
 
 
-def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
+def test_the_command_says_no_with_a_status_of_its_own(tmp_path, speed):
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
     result = invoke(*arguments, "--budget", "6s", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
@@ -287,10 +291,7 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(["--budget", "3s"], True), ([], False)])
-def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(
-    tmp_path, monkeypatch, budget, warned
-):
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
+def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(tmp_path, budget, warned, speed):
     arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
     result = invoke(*arguments, "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
@@ -324,9 +325,8 @@ def test_a_model_whose_layers_rotate_within_a_window_alone_is_refused_before_its
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_table_that_is_extended_further_is_the_one_of_the_training(llama, tmp_path, monkeypatch):
+def test_the_table_that_is_extended_further_is_the_one_of_the_training(llama, tmp_path, speed):
     """A record tells whether an earlier run trained the weights; without one they may be of either kind."""
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     with rope_patch.patched(llama, "yarn", factor=2.0, target_length=512):
         rope_patch.save(llama, tmp_path / "first", tokenizer=TOKENIZER)
     record = tmp_path / "first" / "rope_patch_extend.json"
@@ -368,7 +368,7 @@ def test_a_scaled_checkpoint_has_candidates_of_its_own(tmp_path, kind, candidate
 
 def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
     model = rope_patch.load(write_toy(llama, tmp_path / "model.gguf"))
-    outcome = extend(model, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
+    outcome = extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     assert outcome.output is not None and rope_patch.verify(outcome.output).record.target_length == 512
 
 

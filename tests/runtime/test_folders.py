@@ -100,7 +100,11 @@ def test_a_file_is_not_overwritten_unasked(tmp_path):
 
 def test_a_full_disk_is_named_also_where_a_library_does_not_say_it(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    for error in (RuntimeError("unexpected pos 213120 vs 213012"), OSError(errno.ENOSPC, "No space left")):
+    for error in (
+        RuntimeError("unexpected pos 213120 vs 213012"),
+        OSError(errno.ENOSPC, "No space left"),
+        OSError(errno.ENOSPC, "No space left", "source", None, "copy"),  # as shutil raises it
+    ):
         with pytest.raises(OSError, match=r"device: .*out'") as raised, folder_in_one_move(tmp_path / "out"):
             raise error
         assert raised.value.errno == errno.ENOSPC
