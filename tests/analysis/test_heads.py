@@ -470,9 +470,6 @@ def test_a_model_in_bfloat16(monkeypatch):
             numpy.testing.assert_allclose(getattr(layer, key).numpy(), expected[key], rtol=0.03, atol=0.03, err_msg=key)
 
 
-# --- files
-
-
 # --- bad input
 
 

@@ -82,12 +82,6 @@ def test_inspect_and_verify_find_the_same_in_a_model_its_folder_and_an_adapter(r
     assert rope_patch.inspect(root / "base").tables[0].fingerprint == record.base_tables["all"].hash
 
 
-def test_results_have_a_repr_of_one_short_line_and_show_their_tables_when_printed(root):
-    values = "/".join(str(1 / (i + 1)) for i in range(8))
-    inspection = rope_patch.inspect(rope_patch.load(root / "base", f"table:values={values}"))
-    assert len(repr(inspection)) < 150 and "8 pairs" in str(inspection)
-
-
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 

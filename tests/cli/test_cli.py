@@ -104,7 +104,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
         (("doctor", "{base}", "--for", "tgi"), "unknown program 'tgi'. Known: "),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
-        (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
 )
 def test_errors_are_one_line_and_write_nothing(checkpoint, arguments, message):

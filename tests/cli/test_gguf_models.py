@@ -79,11 +79,6 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
 
 
-def test_export_says_that_apply_writes_files(file, tmp_path):
-    line = fail("export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
-    assert "rope-patch apply" in line
-
-
 # --- commands that run the model
 
 

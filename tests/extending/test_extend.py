@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, Trainer
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse_words
-from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.extending.card import checkpoint_card
 from rope_patch.extending.extend import Run, extend
@@ -105,12 +104,6 @@ def test_the_card_and_the_record_say_why(extended):
     again = parse_words(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
     assert again.settings == outcome.options
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
-
-
-def test_the_card_holds_the_warnings_of_the_scores(extended, monkeypatch):
-    assert "**Note**" not in checkpoint_card(extended[0], LLAMA)
-    monkeypatch.setattr(Comparison, "warnings", ["too hard a task"])
-    assert "**Note**: too hard a task." in checkpoint_card(extended[0], LLAMA)
 
 
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
