@@ -121,15 +121,20 @@ def test_a_full_disk_is_named_also_where_a_library_does_not_say_it(tmp_path, mon
 # --- two at once ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("writer", ["folder_in_one_move(out)", "folder_to_write(out, [])"])
-def test_two_processes_do_not_write_one_output(tmp_path, writer):
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        (folder_in_one_move, "folder_to_write(out, [])"),
+        (lambda out: folder_to_write(out, []), "folder_in_one_move(out)"),
+    ],
+)
+def test_two_processes_do_not_write_one_output(tmp_path, held, asked):
     lines = "import sys\nfrom pathlib import Path\nfrom rope_patch.runtime.folders import *\nout = Path(sys.argv[1])"
-    lines += f"\nwith {writer}: pass"
-    with folder_in_one_move(tmp_path / "out") as folder:
-        fill(folder)
-        done = subprocess.run(
-            [sys.executable, "-c", lines, tmp_path / "out"], capture_output=True, text=True, check=False
-        )
+    lines += f"\nwith {asked}: pass"
+    out = tmp_path / "out"
+    out.mkdir()
+    with held(out):
+        done = subprocess.run([sys.executable, "-c", lines, out], capture_output=True, text=True, check=False)
         assert "BlockingIOError: another command writes" in done.stderr
     assert names(tmp_path) == ["out"]
 
