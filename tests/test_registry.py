@@ -115,8 +115,6 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
         ("own_needs_more", "import own_absent", "ModuleNotFoundError"),
         ("own_exit", METHOD.format(name="own_exit") + "\nraise SystemExit", "SystemExit"),
         ("own_late", METHOD.format(name="own_late") + "\n1 / 0", "ZeroDivisionError"),
-        ("own_tasks", TASK + "\n1 / 0", "ZeroDivisionError"),
-        ("own_metrics", METRIC + "\n1 / 0", "ZeroDivisionError"),
     ],
 )
 def test_what_cannot_be_imported_says_why(folder, name, code, word):

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.commands import invoke, run
+from support.commands import run
 from support.prompting import TOKENIZER
 from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -212,15 +212,3 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     given = ["--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out"]
     out = run("analyze", folder, *given)
     assert json.loads(out, parse_constant=pytest.fail)["p_sweep"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--heads", "x"), "layer.head"),
-        (("--text", "/nowhere"), "nowhere"),
-    ],
-)
-def test_wrong_words(folder, tmp_path, given, message):
-    assert message in invoke("analyze", folder, *given, "--no-report", "-o", tmp_path / "out").stderr
-    assert not (tmp_path / "out").exists()

@@ -248,10 +248,6 @@ def test_a_long_bias_is_named_before_a_text_is_read(name, module, row, features)
     assert sentence.startswith(f"{module} of layer 1 has a bias of 500 in pair 1, {bias.ratio:.0f} times")
 
 
-def test_models_without_biases_are_silent():
-    assert key_biases(model_of("llama")) == key_biases(model_of("gemma3")) == ()
-
-
 def test_a_key_head_is_counted_once():
     _, arrays = draw()
     radius = arrays[2].clone()

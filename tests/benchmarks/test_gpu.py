@@ -1,4 +1,4 @@
-"""The suite for a GPU, rehearsed on a CPU: every stage end to end, what stops and resumes it, and numbers by hand."""
+"""The suite for a GPU, rehearsed on a CPU: every stage end to end, and numbers by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
 
 pytest.importorskip("gpu_stages", reason="not in the source distribution")
-base, running, training = (importlib.import_module(f"gpu_stages.{name}") for name in ("base", "running", "training"))
+training = importlib.import_module("gpu_stages.training")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -31,49 +31,9 @@ def test_a_rehearsal_runs_every_stage_once(tmp_path):
         assert not stage["failed"] and not stage["left"] and stage["cells"], key
         assert not stage["cells"].keys() & stage["skipped"].keys()
         assert all("GPU" in reason or "not installed" in reason for reason in stage["skipped"].values())
-    check_numbers({key: stage["cells"] for key, stage in report["stages"].items()})
-
     printed = run_script(command, tmp_path / "log.txt")
     assert json.loads(output.read_text()) == report, "nothing is measured twice"
     assert " s\n" not in printed and "skipped" in printed
-
-
-def check_numbers(cells):
-    """What must hold of the numbers whatever the machine is."""
-    for cell in cells["a"].values():
-        for method, found in cell.get("hidden_states", {}).items():
-            assert found["equal"] and found["largest"] == 0, method
-        assert cell.get("loss_difference", 0) < 1e-4
-    far = cells["a"]["positions-float32"]["against"]["the table in use"]
-    assert far["patched, float32"]["1000000"] > 1e-3
-    assert far["patched, float32"] == far["unpatched"]
-    assert all(cell["mfu"] is None for cell in cells["c"].values())  # of a CPU no peak is known
-    for length in ("32768", "131072"):
-        losses = [side["answer"] for side in cells["d"][f"perplexity-{length}"]["sides"].values()]
-        assert losses == pytest.approx([losses[0]] * 4, abs=0.01)  # bfloat16
-        ours, theirs = (side["answer"] for side in cells["d"][f"retrieval-{length}"]["sides"].values())
-        assert ours == theirs and len(ours) == 5
-    decoded = [cell for name, cell in cells["e"].items() if not name.startswith("blocks")]
-    assert all(cell["largest_loss_difference"] < 1e-4 and cell["mean_loss"] > 0 for cell in decoded)
-
-
-# --- what stops a run, with cells that measure nothing
-
-
-def test_an_interrupted_run_keeps_what_is_finished(tmp_path):
-    def interrupted(done):
-        raise KeyboardInterrupt
-
-    def run(**cells):
-        listed = [base.Cell(name, 60.0, measure) for name, measure in cells.items()]
-        stage = base.Stage("x", "a stage", "what", lambda _: listed)
-        running.Suite(base.Setting(tiny=True, device="cpu", text=()), tmp_path / "gpu.json", 1000.0).run([stage])
-
-    with pytest.raises(KeyboardInterrupt):
-        run(one=lambda done: {"value": 1}, two=interrupted)
-    run(one=lambda done: {"value": 0}, two=lambda done: {"value": 2})
-    cells = json.loads((tmp_path / "gpu.json").read_text())["stages"]["x"]["cells"]
-    assert {name: cell["value"] for name, cell in cells.items()} == {"one": 1, "two": 2}
 
 
 # --- the stages

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from support.hub import cached_repository
 from support.patches import edit_json
@@ -11,7 +9,6 @@ from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch import PatchError
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 
@@ -83,24 +80,6 @@ def test_inspect_and_verify_find_the_same_in_a_model_its_folder_and_an_adapter(r
         assert rope_patch.verify(source).record == record
         assert rope_patch.inspect(source).tables[0].fingerprint == record.tables["all"].hash
     assert rope_patch.inspect(root / "base").tables[0].fingerprint == record.base_tables["all"].hash
-
-
-def test_results_have_a_repr_of_one_short_line_and_show_their_tables_when_printed(root):
-    values = "/".join(str(1 / (i + 1)) for i in range(8))
-    inspection = rope_patch.inspect(rope_patch.load(root / "base", f"table:values={values}"))
-    assert len(repr(inspection)) < 150 and "8 pairs" in str(inspection)
-
-
-def test_verify_refuses_what_carries_no_patch(root):
-    with pytest.raises(PatchError, match="carries"):
-        rope_patch.verify(root / "base")
-
-
-def test_inspect_says_that_an_adapter_has_no_record(root, tmp_path):
-    shutil.copytree(root / "one", tmp_path / "adapter")
-    (tmp_path / "adapter" / "rope_patch.json").unlink()
-    inspection = rope_patch.inspect(tmp_path / "adapter")
-    assert inspection.record is None and "carries no rope_patch.json" in inspection.warnings[-1]
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------

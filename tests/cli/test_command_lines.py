@@ -220,23 +220,6 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(checkpoints, tmp
         assert result.exit_code != 0 and not set(result.stdout + result.stderr) & set("\x1b\x07\x9b")
 
 
-def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
-    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
-    record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
-    record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
-    edit(tmp_path / "patched" / "config.json", rope_patch=record)
-    assert "record was altered" in refused(tmp_path, "restore", "patched", "-o", "out")
-
-
-@pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
-def test_a_record_that_lacks_a_key(checkpoints, tmp_path, key):
-    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
-    config = json.loads((tmp_path / "patched" / "config.json").read_text())
-    del config["rope_patch"][key]
-    edit(tmp_path / "patched" / "config.json", **config)
-    assert f"the rope_patch record lacks '{key}'" in " ".join(invoke("doctor", tmp_path / "patched").stdout.split())
-
-
 GGUF_KEYS = {
     "llama.rope.freq_base": ["x", 0.0, -1.0, float("nan"), float("inf")],
     "llama.rope.scaling.attn_factor": ["x", float("nan")],

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from support.commands import MEASURE, fail, invoke, run
-from support.forks import forked
 from support.gguf_files import quantized, write_toy
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.cli import app
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 
@@ -85,37 +79,6 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_copy_leaves_nothing(tmp_path, file, monkeypatch, kind):
-    """The process stops itself in the middle of the copy, as Ctrl-C, Slurm or a closed terminal would."""
-    said = tmp_path / "said.txt"
-    copied = []
-    write = np.ascontiguousarray
-
-    def interrupted(data):
-        copied.append(data)
-        if len(copied) == 9:
-            os.kill(os.getpid(), kind)
-        return write(data)
-
-    def command():
-        sys.stderr = said.open("w", buffering=1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
-        np.ascontiguousarray = interrupted
-        app.main()
-
-    monkeypatch.setattr(sys, "argv", ["rope-patch", "apply", str(file), "yarn:factor=4", "-o", f"{tmp_path}/out.gguf"])
-    assert forked(command) == 128 + kind
-    assert "interrupted: no file was left half written" in said.read_text()
-    assert list(tmp_path.iterdir()) == [said]
-
-
-def test_export_says_that_apply_writes_files(file, tmp_path):
-    line = fail("export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
-    assert "rope-patch apply" in line
-
-
 # --- commands that run the model
 
 
@@ -131,14 +94,6 @@ def test_what_measures_says_and_records_that_weights_are_dequantized(file, tmp_p
     said = invoke(*words, file, "-o", tmp_path).stderr
     assert said.count(f"{file}: the weights are dequantized Q8_0\n") == 1
     assert json.loads((tmp_path / result).read_text())["environment"]["weights"] == "dequantized Q8_0"
-
-
-@pytest.mark.full
-def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.extending.extend.default_tokens", lambda model: 1)
-    words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")
-    run("extend", file, *words, "-o", tmp_path / "out")
-    assert "Its weights come from a GGUF file: dequantized Q8_0." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_plan_reads_the_shape_of_a_file(file):

@@ -128,17 +128,6 @@ def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, 
     assert len(list(tmp_path.rglob("*"))) == (2 if existing.endswith("/") else 1)
 
 
-@pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "no/where/else", "nowhere", "here/nowhere", "no/where"])
-def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, source):
-    monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
-    message = f"no folder {source}: give a folder with"
-    if source == "no/where":  # which may be the name of a repository
-        message = "no/where has no tokenizer that can be loaded: "
-    assert_refused(("kv-check", source, *given, "-o", tmp_path / "out"), message)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -153,14 +142,3 @@ def test_a_device_that_is_not_there_is_refused_before_loading(tmp_path, words):
         asked = (words[0], tmp_path / "nowhere", *words[1:], "--device", device, "-o", tmp_path / "out")
         assert_refused(asked, f"no device '{device}'")
     assert not list(tmp_path.iterdir())
-
-
-def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rope_patch.evaluation.suite.retrieval", stop)
-    result = invoke("kv-check", folder, *given, "-o", tmp_path / "out")
-    assert result.exit_code == 130 and "interrupted" in result.stderr
-    assert f"Finished work is saved in {tmp_path / 'out' / 'finished.jsonl'}" in result.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["finished.jsonl"]

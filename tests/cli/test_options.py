@@ -112,11 +112,3 @@ def test_export_freezes_a_table_and_patches_the_layer_type_that_it_is_told(dynam
     run("export", tmp_path / "mixed", *words, "-o", tmp_path / "out")
     record = rope_patch.verify(rope_patch.load(tmp_path / "out")).record
     assert record.layer_types == ("sliding_attention",)
-
-
-@pytest.mark.parametrize("command", ["analyze", "export"])
-def test_options_of_a_patch_need_a_method(tmp_path, command):
-    to = ("--to", "hf") if command == "export" else ()
-    error = fail(command, BUNDLED, *to, "--freeze-at", "1k", "-o", tmp_path / "out")
-    assert "freeze_at" in error
-    assert not (tmp_path / "out").exists()

@@ -34,21 +34,6 @@ def test_compare_shows_the_answer_first_then_scores_and_differences(capsys):
     assert "; passkey 4: +0.00 (" in last and "; passkey 8: −0.22 (" in last
 
 
-def test_patched_models_alone_show_differences_from_the_first():
-    both = comparison(row("yarn:factor=2", [1.0, 1.1]), row("pi:factor=2", [1.2, 1.4]))
-    assert "Against yarn:factor=2" in str(both)
-
-
-def test_one_method_has_no_differences(capsys):
-    assert "Change from" not in printed_page(capsys, comparison(row("default", [1.0, 1.1])))
-
-
-def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
-    shown = comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)}))
-    (note,) = (line for line in printed_page(capsys, shown).splitlines() if line.startswith("Note: "))
-    assert "0 of 18 passkey prompts of 4 tokens" in note and "--methods" in note
-
-
 def test_prose_in_a_table_is_wrapped_where_a_number_is_not(capsys):
     table = new_table("name", "what it is")
     table.add_row("q8_0", "blocks of 32 numbers with a scale each " * 20)

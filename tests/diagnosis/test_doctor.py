@@ -446,14 +446,6 @@ def test_an_adapter_without_a_record_on_a_patched_base(folder):
     assert doctor(folder / "adapter").status == 3
 
 
-def test_a_diagnosis_is_read_from_the_verdict_down_and_as_json(folder):
-    found = doctor(a_folder_without_a_tensor(folder))
-    lines = str(found).splitlines()
-    assert lines[lines.index(found.verdict) + 1].startswith("differs ")
-    data = json.loads(json.dumps(found.to_dict()))
-    assert data["status"] == 1 and [check["state"] for check in data["checks"] if check["counts"]].count("differs") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -159,13 +159,6 @@ def test_an_adapter_is_served_with_its_base_under_the_method_that_doctor_names(a
     assert torch.equal(logits(served), expected)
 
 
-def test_an_adapter_that_does_not_fit_its_base_is_not_exported(adapter, tmp_path):
-    edit_json(adapter[0] / "adapter_config.json", lambda config: config.update(target_modules=["k_proj"]))
-    with pytest.raises(ValueError, match="unknown to the model"):
-        export(adapter[0], tmp_path / "out", to="hf")
-    assert not (tmp_path / "out").exists()
-
-
 @byte_level_llama
 @pytest.mark.parametrize(("words", "dtype"), [((), torch.bfloat16), (("--dtype", "float32"), torch.float32)])
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):

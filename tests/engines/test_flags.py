@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch
-from support.commands import fail, run
+from support.commands import fail
 from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
 from support.program_options import flags
@@ -105,13 +105,6 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
         flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=256)
     with pytest.raises(ValueError, match="folder"):
         flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=256)
-
-
-def test_the_command_prints_lines_to_copy(base, caplog):
-    printed = run("settings", base, "yarn:factor=4", "--for", "vllm", "--target-length", "256")
-    assert printed.splitlines()[2].strip() == "--max-model-len 256"
-    run("settings", base, "yarn:factor=4")
-    assert caplog.text.count("reaches 256 tokens") == 1, "what is said of all programs"
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path):

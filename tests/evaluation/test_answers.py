@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import replace
 
 import pytest
 from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import HAY, ROOM, TOKENIZER, bold
 
-from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.retrieval.chat_template import chat_turns
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
@@ -134,10 +132,3 @@ def test_failing_within_the_trained_length_is_said_with_what_to_try(right, train
     sentences = retrieval_warnings(scores, "default", trained)
     assert len(sentences) == bool(words)
     assert all(word in sentences[0] for word in words)
-
-
-def test_of_a_model_that_came_with_a_patch_default_is_not_called_unpatched():
-    row = Row("default", answered_by(0.0, 0.0), ())
-    compared = Comparison((row,), row.scores.spec, 64, "", "")
-    assert len(compared.warnings) == 1
-    assert replace(compared, environment={"patch before": "pi:factor=2"}).warnings == []

@@ -15,19 +15,17 @@ from huggingface_hub import metadata_load
 from huggingface_hub.errors import IncompleteSnapshotError
 from safetensors.torch import load_file
 from support.commands import fail, invoke
-from support.forks import forked
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.hub import cached_repository, reachable
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
 from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse_words
-from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.extending.card import checkpoint_card
 from rope_patch.extending.extend import Run, extend
@@ -37,7 +35,6 @@ from rope_patch.extending.write_extended import other_programs, write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import options_from_dict, to_dict
-from rope_patch.runtime.folders import locked_output
 from rope_patch.runtime.progress import listen
 
 pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
@@ -46,6 +43,7 @@ LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5}
 MANY = 13_400
 FEW = 4_100  # tokens, so that a budget gives the same rounds on every machine
+ONE_METHOD = {**QUICK, "methods": ["yarn"], "budget": 40, "tokens": FEW}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +61,12 @@ def extended(llama, tmp_path_factory):
     with listen(on_sentence=said.append):
         outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, **QUICK)
     return outcome, said
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    """A machine that reads 1000 tokens a second."""
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
 
 
 def test_the_folder_is_one_of_plain_transformers(extended, llama):
@@ -102,12 +106,6 @@ def test_the_card_and_the_record_say_why(extended):
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
 
 
-def test_the_card_holds_the_warnings_of_the_scores(extended, monkeypatch):
-    assert "**Note**" not in checkpoint_card(extended[0], LLAMA)
-    monkeypatch.setattr(Comparison, "warnings", ["too hard a task"])
-    assert "**Note**: too hard a task." in checkpoint_card(extended[0], LLAMA)
-
-
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
     with rope_patch.patched(llama, "mrrope", factor=2.0, target_length=512):
         rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
@@ -115,13 +113,6 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
     assert re.fullmatch(r"llama\.cpp \w+: .+longrope.+ Run: rope-patch export \S+/model --to gguf .+", sentence)
     outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
     assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in checkpoint_card(outcome, LLAMA)
-
-
-def test_programs_that_were_not_compared_are_named_once(tmp_path):
-    config = PhiConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    PhiForCausalLM(config).save_pretrained(tmp_path)
-    (sentence,) = (one for one in other_programs(tmp_path) if "was not compared" in one)
-    assert re.match(r"vLLM [\d.]+, llama\.cpp \w+: .* phi ", sentence)
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
@@ -136,15 +127,6 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     again = extend(llama, TOKENIZER, **options)
     assert again.comparison.to_json() == extended[0].comparison.to_json()
     assert again.choice == extended[0].choice
-
-
-def test_two_runs_do_not_write_one_output(llama, tmp_path):
-    def run():
-        with pytest.raises(BlockingIOError, match="another command"):
-            extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)
-
-    with locked_output(tmp_path / "out.work"):
-        assert forked(run) == 0  # the process that holds a lock may take it again
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -178,7 +160,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
         if sentence.startswith("plain transformers gives"):
             raise KeyboardInterrupt
 
-    options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
+    options = {"output": tmp_path / "out", **ONE_METHOD}
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
@@ -189,7 +171,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
 def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", lambda *_: torch.zeros(1, 1))
     with pytest.raises(RuntimeError, match="other logits"):
-        extend(llama, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
+        extend(llama, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
 
@@ -243,11 +225,10 @@ def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2)])
-def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds):
+def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds, speed):
     model = bold(max_position_embeddings=256)
     settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
     now = [0.0]
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("rope_patch.extending.choose_method.MethodEvaluator.settled", lambda *_, **__: False)
     run = Run(model, TOKENIZER, settings, tmp_path / "out")
@@ -265,14 +246,12 @@ def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypa
 
 def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
-    options = {"output": tmp_path / "out", "budget": 40, "tokens": FEW, **QUICK, "methods": ["yarn"]}
-    extend(model, TOKENIZER, **options)
+    extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     written, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", LLAMA))
     assert written.keys() == before.keys() and all(torch.equal(written[name], before[name]) for name in before)
 
 
-def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
+def test_the_command_says_no_with_a_status_of_its_own(tmp_path, speed):
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
     result = invoke(*arguments, "--budget", "6s", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
@@ -305,10 +284,7 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
 
 
 @pytest.mark.parametrize(("budget", "warned"), [(["--budget", "3s"], True), ([], False)])
-def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(
-    tmp_path, monkeypatch, budget, warned
-):
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
+def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(tmp_path, budget, warned, speed):
     arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
     result = invoke(*arguments, "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
@@ -342,9 +318,8 @@ def test_a_model_whose_layers_rotate_within_a_window_alone_is_refused_before_its
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_table_that_is_extended_further_is_the_one_of_the_training(llama, tmp_path, monkeypatch):
+def test_the_table_that_is_extended_further_is_the_one_of_the_training(llama, tmp_path, speed):
     """A record tells whether an earlier run trained the weights; without one they may be of either kind."""
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1000.0)
     with rope_patch.patched(llama, "yarn", factor=2.0, target_length=512):
         rope_patch.save(llama, tmp_path / "first", tokenizer=TOKENIZER)
     record = tmp_path / "first" / "rope_patch_extend.json"
@@ -386,7 +361,7 @@ def test_a_scaled_checkpoint_has_candidates_of_its_own(tmp_path, kind, candidate
 
 def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
     model = rope_patch.load(write_toy(llama, tmp_path / "model.gguf"))
-    outcome = extend(model, TOKENIZER, output=tmp_path / "out", budget=40, tokens=FEW, **{**QUICK, "methods": ["yarn"]})
+    outcome = extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
     assert outcome.output is not None and rope_patch.verify(outcome.output).record.target_length == 512
 
 
@@ -409,34 +384,6 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
     assert left.startswith("adapter-"), "the model that was trained is no second checkpoint"
     monkeypatch.setattr(Trainer, "training_step", lambda *_: pytest.fail("it was trained again"))
     assert extend(llama, TOKENIZER, train=True, train_rows=8, overwrite=True, **options).choice == outcome.choice
-
-
-@pytest.mark.full
-def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_path, monkeypatch):
-    options = {**QUICK, "methods": ["yarn"], "budget": 60, "tokens": 41_000, "train": True, "train_rows": 16}
-    whole = extend(llama, TOKENIZER, output=tmp_path / "whole", **options)
-    rows = []
-    step = Trainer.training_step
-
-    def counted(trainer, *arguments, **keywords):
-        rows.append(trainer.state.global_step)
-        if len(rows) == 10:
-            raise KeyboardInterrupt
-        return step(trainer, *arguments, **keywords)
-
-    def stop(sentence):
-        if sentence == "measuring the adapted model":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "training_step", counted)
-    for said in (lambda sentence: None, stop):
-        with listen(on_sentence=said), pytest.raises(KeyboardInterrupt):
-            extend(llama, TOKENIZER, output=tmp_path / "out", **options)
-    assert rows[10:] == [1] * 8, "the training went on after its first step"
-    outcome = extend(llama, TOKENIZER, output=tmp_path / "out", **options)
-    assert len(rows) == 18, "and was not repeated"
-    assert outcome.choice == whole.choice
-    assert outcome.comparison.to_json() == whole.comparison.to_json()
 
 
 def test_another_training_does_not_go_on_with_an_earlier_one(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ import torch
 from support.largest import Largest
 from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
-from support.scored import check_reader, spy_ids
 from support.states import attended, model_of
 from support.subsets import covering, full
 from support.tiny import MIXED, ids, tiny_model
@@ -38,7 +37,6 @@ from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors
 from rope_patch.modeling.attention_layers import find_attention_layers, split_pairs
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.modeling.temporary_modes import attending_with
 from rope_patch.patching.cache_argument import cache_argument
 
@@ -765,33 +763,6 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
             assert cells[prompt.depths[0]].output == TOKENIZER.decode(generated, skip_special_tokens=True)
     plain = retrieval(model, TOKENIZER, "niah", **asked)
     assert plain.logprob(90) != pytest.approx(got.logprob(90), abs=1e-3)
-
-
-def test_finished_work_is_never_that_of_another_cache(tmp_path):
-    model = model_for("llama")
-    check_reader(model)
-    rows = ids(TOKENS, 1)
-    result_cache = tmp_path / "finished.jsonl"
-    text = "k=int3.token;v=none"
-    variants = [
-        {"scheme": text},
-        {"scheme": text, "exact": False},
-        {"scheme": f"{text};sinks=1"},
-        {"scheme": "none"},
-    ]
-    results = []
-    for variant in variants:
-        with quantized(model, **variant) as factory:
-            results.append(perplexity(model, rows, cache=factory, chunk=5, resume=result_cache))
-            assert results[-1] == perplexity(model, rows, cache=factory, chunk=5)
-    assert len({result.nll for result in results}) == len(variants)
-    assert result_cache.read_text().count('"key"') == 2 * len(variants), "a window each, and the fixed logits"
-    for variant, expected in zip(variants, results, strict=True):
-        with quantized(model, **variant) as factory, spy_ids(model) as inputs:
-            assert perplexity(model, rows, cache=factory, chunk=5, resume=result_cache) == expected
-            assert [row.shape[1] for row in inputs] == [FIXED_TOKENS], "nothing else is read again"
-            with pytest.raises(ValueError, match="resume"):
-                perplexity(model, rows, cache=lambda factory=factory: factory(), resume=result_cache)
 
 
 def test_models_have_runs_of_their_own():

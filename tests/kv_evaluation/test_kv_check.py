@@ -205,20 +205,6 @@ def test_kl_above_the_limit_is_unsafe_where_perplexity_and_retrieval_see_nothing
     assert ("KL" in check.summary()[-1]) == (kind == "unsafe")
 
 
-def test_the_summary_says_what_to_do():
-    broken = off(0.5, 0.51, 0.49, 0.5)
-    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, bits=8.0)]
-    assert check_of(*rows).summary() == [
-        f"m at {length} tokens (text, passkey): a is unsafe (perplexity +64.9 %; {COST}); b is safe."
-        for length in (4, 8)
-    ]
-    lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
-    (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost), lengths=(8,)).summary()
-    assert f"a is unsafe (perplexity +64.9 %, retrieval −1.00; {COST})" in sentence
-    (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
-    assert "full precision answers no prompt" in sentence
-
-
 def test_attribution_by_hand():
     costs = {0: 0.01, 1: 0.3, 2: 0.21}
     assert worst_layers(costs) == (1, 2), "layers 1 and 2 have nine tenths of 0.52, and layer 1 alone has less"
@@ -292,13 +278,6 @@ def test_the_patch_that_a_model_came_with_is_told(checked):
     )
     assert check.meant("default") == "default: yarn:factor=4, as loaded"
     assert json.loads(check.to_json())["methods"]["default"] == {"patch": "yarn:factor=4", "tables": {"all": own}}
-
-
-def test_without_a_patch_default_is_the_table_as_it_is(checked):
-    model, check = checked
-    (slot,) = rope_patch.inspect(model).tables
-    assert check.loaded is None and check.meant("default") == "default" and check.model == "LlamaForCausalLM"
-    assert json.loads(check.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
 
 def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales_its_table():

@@ -334,15 +334,6 @@ def test_models_without_a_table_of_this_kind():
         rope_patch.apply(torch.nn.Linear(2, 2), "p_rope")
 
 
-def test_vision_rotary_is_refused():
-    from transformers import Gemma4VisionConfig, Gemma4VisionModel
-
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
-    with pytest.raises(ValueError, match="Gemma4VisionModel"):
-        rope_patch.apply(model, "p_rope")
-
-
 def test_atomic_when_the_swap_fails():
     """The record is refused, after the module was put in and the table was written into the config."""
     model = tiny_model()

@@ -152,11 +152,6 @@ def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
     assert config["rope_theta"] == 5e5 and "rope_patch" not in config
 
 
-def test_a_factor_on_top_of_the_table_as_it_is_counts_from_no_other_context():
-    text = str(rope_patch.apply(release("Llama 3.1"), "pi", target_length=256))
-    assert "factor 2 over the stated 128 tokens" in text and "before any scaling" not in text
-
-
 def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path):
     """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling: 16 times 16."""
     model = release("Llama 3.1")

@@ -25,7 +25,7 @@ from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statisti
 from rope_patch.reports import analysis as analysis_report
 from rope_patch.reports import analysis_figures
 from rope_patch.reports.analysis import shown_token
-from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
+from rope_patch.reports.plots.analysis import Map, bound_edges, heat_maps, pair_map
 from rope_patch.runtime.page import Figure, render, write
 from rope_patch.texts.domains import TextRows
 
@@ -238,11 +238,6 @@ def test_the_bound_is_drawn_between_its_pairs():
     figure = heat_maps([[panel]], title="t", xlabel="x", ylabel="y", label="norm")
     (line,) = figure.axes[0].lines
     assert list(line.get_xdata()) == [10.5, 10.5]
-
-
-def test_pairs_are_named_by_their_wavelengths():
-    assert list(pair_ticks(frequencies.geometric(1e4, 128)).items())[2] == (32, "628.3\n(32)")
-    assert pair_ticks(torch.tensor([1.0, 0.0])) == {0: "6.3\n(0)", 1: "∞\n(1)"}
 
 
 def test_heat_maps_show_their_values_and_clip_few():

@@ -80,13 +80,6 @@ class TestNumbers:
         assert page.row("never")[1] == ("", "∞")
         assert "No method has a finite perplexity" in "".join(shown(row("x", [math.inf, math.inf])).text)
 
-    def test_the_answer_says_who_is_ahead(self):
-        answer = "".join(shown(UNPATCHED, GOOD).text)
-        assert "good is best (2.82), ahead" in answer and "unpatched model has 20.85." in answer
-        assert "separate no method from the best value (2.82)." in "".join(shown(GOOD, NEAR).text)
-        assert "good (2.82) is best, but not separable from near" in "".join(shown(UNPATCHED, GOOD, NEAR).text)
-        assert "Retrieval in prompts of 8 tokens: 1.00." in "".join(shown(GOOD).text)
-
     def test_the_answer_does_not_call_a_patched_model_unpatched(self):
         patched = dataclasses.replace(comparison(UNPATCHED, GOOD), environment={"patch before": "yarn:factor=4"})
         words = render(report.page([patched]))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.commands import invoke
 from support.forks import forked
@@ -441,15 +440,6 @@ def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(module.LongTrainer, "training_step", full)
     with pytest.raises(torch.OutOfMemoryError, match="--dry-run"):
         finetune(options(tmp_path, "evaluation.before=false"))
-
-
-def test_a_full_disk_at_a_checkpoint_is_named(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(module.LongTrainer, "_save_checkpoint", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*run'"):
-        finetune(options(tmp_path / "run", *QUICK))
 
 
 def test_arguments_follow_the_options(tmp_path):
