@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from rope_patch.modeling.after_decoder import modules_return
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.inputs import tensor_hash
-from rope_patch.modeling.reader import Reader
+from rope_patch.modeling.reader import CHECKED_TOKENS, Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 
 MOST_BYTES = 1 << 33
@@ -42,24 +42,31 @@ class LayerOutputs:
         config = self.reader.model.config.get_text_config()
         size = windows.numel() * len(self.layers) * config.hidden_size * self.reader.model.dtype.itemsize
         self.usable = self.usable and size <= MOST_BYTES
-        for ids in windows:
-            name = tensor_hash(ids)
-            if name in self.outputs or not self.usable:
-                continue
-            outputs = self.outputs[name] = []
+        with in_eval_mode(self.reader.model):
+            if self.usable and not self.outputs:
+                self._check(windows[0, :CHECKED_TOKENS])
+            for ids in windows:
+                if self.usable and tensor_hash(ids) not in self.outputs:
+                    self._store(ids)
 
-            def keep(module: Any, args: Any, output: Any, outputs: list[Any] = outputs) -> None:
-                outputs.append(tree_map_only(Tensor, Tensor.cpu, output))
+    def _store(self, ids: Tensor) -> Tensor:
+        """Store the outputs of all layers on a text (tokens,), and return the last hidden states."""
+        outputs = self.outputs[tensor_hash(ids)] = []
 
-            with in_eval_mode(self.reader.model):
-                with contextlib.ExitStack() as stack:
-                    for layer in self.layers:
-                        stack.callback(layer.register_forward_hook(keep).remove)
-                    states = self.reader.states(ids[None])
-                # In some models a layer reads more than what the one below it put out.
-                self.usable = len(outputs) == len(self.layers)
-                with self.passes_from(len(self.layers) // 2)(ids):
-                    self.usable = self.usable and torch.equal(self.reader.states(ids[None]), states)
+        def keep(module: Any, args: Any, output: Any) -> None:
+            outputs.append(tree_map_only(Tensor, Tensor.cpu, output))
+
+        with contextlib.ExitStack() as stack:
+            for layer in self.layers:
+                stack.callback(layer.register_forward_hook(keep).remove)
+            return self.reader.states(ids[None])
+
+    def _check(self, ids: Tensor) -> None:
+        """Find out by a few tokens whether a layer reads nothing but what the one below it put out."""
+        states = self._store(ids)
+        self.usable = len(self.outputs[tensor_hash(ids)]) == len(self.layers)
+        with self.passes_from(len(self.layers) // 2)(ids):
+            self.usable = self.usable and torch.equal(self.reader.states(ids[None]), states)
 
     def passes_from(self, index: int) -> Callable[[Tensor], AbstractContextManager[None]]:
         """Return a function of a window (tokens,), which lets passes over it begin at a layer within a block."""
