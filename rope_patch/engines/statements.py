@@ -25,6 +25,7 @@ import yaml
 
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.engines.flags import ENGINES, Flags, PatchedCheckpoint, checkpoint_under
+from rope_patch.engines.verified_versions import UNVERIFIED
 from rope_patch.methods import MethodLike
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys
 from rope_patch.runtime.folders import is_gguf
@@ -104,8 +105,14 @@ def _transformers(checkpoint: PatchedCheckpoint) -> Flags:
     return Flags("transformers", lines, keys, "transformers 5, by which the tables were built from these keys")
 
 
-def _older_settings(checkpoint: PatchedCheckpoint, program: str) -> tuple[dict[str, Any], str]:
-    """Return the keys of transformers 4 that state the tables, and how it is known that a program reads them."""
+def _older_settings(checkpoint: PatchedCheckpoint, program: str, shown: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of transformers 4 that state the tables, and how it is known that a program reads them.
+
+    Args:
+        checkpoint: the checkpoint under the method.
+        program: the program.
+        shown: how it is known for the families whose code was compared.
+    """
     keys = checkpoint.settings()
     stated = checkpoint.stated
     if checkpoint.multimodal:
@@ -115,12 +122,14 @@ def _older_settings(checkpoint: PatchedCheckpoint, program: str) -> tuple[dict[s
     if "rope_theta" in parameters:  # what GPT-NeoX makes of rotary_emb_base when its config is built
         older.setdefault("rope_theta", parameters["rope_theta"])
     if OLDER_FAIL in older.values():
-        raise ValueError(OLDER_FAIL)
-    return older | keys, checkpoint.shown_by(program, {**older, **keys})
+        raise ValueError("the keys of transformers 4 cannot state this table")
+    known = checkpoint.shown_by(program, {**older, **keys})
+    return older | keys, known if UNVERIFIED in known else shown
 
 
 def _transformers_4(checkpoint: PatchedCheckpoint) -> Flags:
-    keys, shown = _older_settings(checkpoint, "transformers-4")
+    run = "transformers 4.57.6, which was run with such keys"
+    keys, shown = _older_settings(checkpoint, "transformers-4", run)
     source = repr(checkpoint.source)
     lines = (  # as arguments of from_pretrained, families without a rope_scaling of their own would refuse them
         f"config = AutoConfig.from_pretrained({source})",
@@ -131,7 +140,7 @@ def _transformers_4(checkpoint: PatchedCheckpoint) -> Flags:
 
 
 def _mlx(checkpoint: PatchedCheckpoint) -> Flags:
-    keys, shown = _older_settings(checkpoint, "mlx")
+    keys, shown = _older_settings(checkpoint, "mlx", _read("mlx-lm 0.32.0"))
     lines = _python("mlx_lm.load", {"model_config": keys}, repr(checkpoint.source))
     return Flags("mlx", lines, keys, shown, ("the commands of mlx-lm take no keys",))
 

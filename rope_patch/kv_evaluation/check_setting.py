@@ -49,13 +49,13 @@ class WindowStates:
         cache: CacheFactory | None = None,
         begin: Callable[[Tensor], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.begin = begin
         self.reader = reader
         self.windows = {tensor_hash(row): row for row in windows}
         self.chunk = reader.chunk(windows.shape[1], chunk, cache)
         if cache is None and self.chunk < windows.shape[1]:
             reader.check("pieces")  # now, and not while somebody watches the states
         self.cache = cache
+        self.begin = begin
         self.known: dict[str, Tensor] = {}
 
     @torch.no_grad()

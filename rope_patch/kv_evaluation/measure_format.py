@@ -33,7 +33,6 @@ from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, 
 from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import tensor_hash
-from rope_patch.modeling.reader import CacheFactory
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress
 
@@ -65,7 +64,7 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
         cache = factory if quantizing else None
         states = setting.states
         if quantizing:
-            states = _read_through(setting, factory)
+            states = WindowStates(setting.reader, setting.compared, setting.chunk, factory)
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.work, known=states.of)
         if quantizing:
             divergences = _divergences(setting, scheme, states)
@@ -108,7 +107,6 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
     scheme = Scheme.parse(row.format_text)
     tokens = setting.compared.numel()
     ids = tensor_hash(setting.compared)
-
     outputs = LayerOutputs(setting.reader, setting.layers)
 
     def kl(change: Change, first: int = 0) -> float:
@@ -117,8 +115,8 @@ def measure_attribution(setting: Setting, row: CheckRow) -> Attribution:
             outputs.read(setting.compared)
         with quantized(setting.model, scheme, layers=setting.layers) as factory:
             factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            states = _read_through(setting, factory)
-            states.begin = outputs.passes_from(first)
+            begin = outputs.passes_from(first)
+            states = WindowStates(setting.reader, setting.compared, setting.chunk, factory, begin)
             return float(_compared(setting, states)[0].mean())
 
     def measured(changes: Mapping[str, Change], first: Mapping[str, int] = MappingProxyType({})) -> list[float]:
@@ -172,11 +170,6 @@ def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0)
 
 def _tokens_compared(spec: EvalSpec) -> int:
     return min(COMPARED_WINDOWS, spec.windows or 0) * spec.longest
-
-
-def _read_through(setting: Setting, cache: CacheFactory) -> WindowStates:
-    """Return the states of the compared windows through a quantized cache."""
-    return WindowStates(setting.reader, setting.compared, setting.chunk, cache)
 
 
 def _divergences(setting: Setting, scheme: Scheme, states: WindowStates) -> dict[int, Divergence]:

@@ -147,7 +147,7 @@ class Location:
     def layout(self) -> RotaryLayout:
         """The layout in which the rotary module returns cos and sin."""
         kind, inv_freq = next(iter(original_tables(self.original).items()))
-        return layout_of(self.original, kind, len(inv_freq))
+        return layout_of(self.original, kind, len(inv_freq)) or RotaryLayout.HALVES
 
     @cached_property
     def _base(self) -> tuple[Tables, tuple[str, ...]]:

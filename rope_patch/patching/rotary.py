@@ -6,11 +6,11 @@ import contextlib
 import inspect
 from collections.abc import Mapping
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_patch.tables import RotaryTable
 
@@ -91,11 +91,16 @@ class OriginalForward:
     The code of the family is run as it is, so that its layout, its position axes and its last bits are kept. Its
     ``self`` is a stand-in for the module, which has the same attributes and methods, but our ``inv_freq`` and
     ``attention_scaling``. The update of dynamic tables, a decorator of the forward pass, is left out.
+
+    Args:
+        original: the original module.
+        code: the class whose forward pass is run; by default that of the module.
     """
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, code: type[nn.Module] | None = None) -> None:
         self.original = original
-        cls = type(original)
+        self.code = code
+        cls = code or type(original)
         # unwrap takes the decorator dynamic_rope_update off.
         self.forward = inspect.unwrap(cls.forward)
         inherited = [vars(base) for base in reversed(cls.__mro__) if base not in (object, nn.Module)]
@@ -119,23 +124,20 @@ class OriginalForward:
         # A new stand-in for each call, so that nothing of one call reaches another in a second thread.
         stand_in = self.stand_in()
         prefix = "" if layer_type is None else f"{layer_type}_"
-        ours: dict[str, Any] = {f"{prefix}inv_freq": inv_freq, f"{prefix}attention_scaling": scaling}
-        if "rope_init_fn" in self.forward.__code__.co_names:  # Phi-MoE computes its table anew in each pass
-            ours["rope_init_fn"] = lambda *_, **__: (inv_freq, scaling)
-            ours["config"] = SimpleNamespace(rope_parameters={"rope_type": "default"})
+        ours = {f"{prefix}inv_freq": inv_freq, f"{prefix}attention_scaling": scaling}
         for name, value in {**self.attributes, **ours}.items():
             setattr(stand_in, name, value)
         if layer_type is None:
             return self.forward(stand_in, x, position_ids)
         return self.forward(stand_in, x, position_ids, layer_type=layer_type)
 
-    def __reduce__(self) -> tuple[type[OriginalForward], tuple[nn.Module]]:
+    def __reduce__(self) -> tuple[type[OriginalForward], tuple[nn.Module, type[nn.Module] | None]]:
         # It is built anew, since pickle finds a class by its name, and that of the stand-in is in no module.
-        return OriginalForward, (self.original,)
+        return OriginalForward, (self.original, self.code)
 
 
 @torch.no_grad()
-def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> RotaryLayout:
+def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> RotaryLayout | None:
     """Find how an original rotary module lays out cos and sin, by running its forward pass over a table of our own.
 
     Args:
@@ -144,8 +146,7 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         pairs: number of pairs of the table.
 
     Returns:
-        The layout. If the forward pass computes something else, it is Llama's, and the caller's check of the numbers
-        fails.
+        The layout; None if the forward pass computes something else, such as a table of its own.
     """
     # Frequencies so far apart that at a few tokens every pair has another angle. In a real table the slow pairs are
     # nearly equal there.
@@ -157,7 +158,7 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
         for layout in RotaryLayout:
             if fits(layout, returned, steps[..., None].float() * table):
                 return layout
-    return RotaryLayout.HALVES
+    return None
 
 
 def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1.0) -> bool:
@@ -169,9 +170,8 @@ def fits(layout: RotaryLayout, returned: Any, angles: Tensor, scaling: float = 1
         angles: (batch, tokens, pairs) expected angles [rad].
         scaling: factor on cos and sin.
     """
-    if (
-        isinstance(returned, Tensor) and layout is not RotaryLayout.COMPLEX
-    ):  # a tensor of two rows would come apart into two
+    # A tensor of two rows would come apart into two.
+    if isinstance(returned, Tensor) and layout is not RotaryLayout.COMPLEX:
         return False
     spread = layout.spread(angles)
     for got, want in zip(layout.parts(returned), (spread.cos() * scaling, spread.sin() * scaling), strict=True):
@@ -190,14 +190,15 @@ class PatchedRotary(nn.Module):
     In this module a table is a tuple of Python numbers; the tensor of them is cached per device, and is neither buffer
     nor parameter. It is called as the original modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos,
     sin)``, and the code of the family runs in it: ``torch.equal`` for an equal table, in its layout, on its position
-    axes and in its dtype.
+    axes and in its dtype. Code that computes a table of its own in each pass, as that of Phi-MoE, is replaced by
+    Llama's.
 
     Args:
         tables: tables by layer type; a single one under None on a model with one table for all layers.
         original: the module that is replaced, which is kept for :meth:`restore <rope_patch.Patch.restore>`.
 
     Attributes:
-        by_original: the forward pass of the original.
+        by_original: the forward pass that runs over the tables.
     """
 
     def __init__(self, tables: Mapping[str | None, RotaryTable], original: nn.Module) -> None:
@@ -206,7 +207,8 @@ class PatchedRotary(nn.Module):
         self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         # It holds the original out of sight of torch: casts and state_dict would reach a child.
-        self.by_original = OriginalForward(original)
+        follows = all(layout_of(original, kind, len(table.inv_freq)) for kind, table in tables.items())
+        self.by_original = OriginalForward(original, None if follows else LlamaRotaryEmbedding)
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)

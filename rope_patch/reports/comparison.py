@@ -162,7 +162,7 @@ def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
         style = ""
         if label == column.winner:
             style = "winner"
-        # No signs if nothing is behind the best, as with one window: they would say that all is alike.
+        # No signs if nothing is behind the best, as with one window: they would say that all are equal.
         elif label not in behind and 0 < len(behind) < len(column.differences):
             style = "tied"
         return Cell(value_text(metric, metric.value(scores[label], column.span)), note, style)

@@ -162,6 +162,13 @@ def test_options_of_vllm_reach_the_text_config_of_a_multimodal_checkpoint(family
     assert_same(read_by_transformers(config), expected(method, family))
 
 
+@covering(method=["yarn:factor=4", "p_rope:p=0.5"], family=["gemma3", "gemma4"])
+def test_settings_reach_the_text_config_of_a_multimodal_checkpoint(family, method, tmp_path):
+    keys = rope_patch.settings(multimodal(tmp_path, family), method, target_length=256)
+    config = AutoConfig.from_pretrained(tmp_path, **keys).text_config
+    assert_same(read_by_transformers(config), expected(method, family))
+
+
 def merged(old, new):
     return old | {key: merged(old.get(key, {}), each) if isinstance(each, dict) else each for key, each in new.items()}
 
