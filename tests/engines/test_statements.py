@@ -22,10 +22,6 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "
 METHODS = ["yarn:factor=4", "p_rope:p=0.75", "abf:factor=4", "pi:factor=4"]
 
 
-def by_keywords(source, lines):
-    return AutoModelForCausalLM.from_pretrained(source, **lines)
-
-
 def transformers(source, lines):
     return eval("\n".join(lines))
 
@@ -62,10 +58,11 @@ def test_what_is_pasted_gives_the_logits_of_the_patch(family, method, tmp_path):
     rope_patch.apply(patched, method)
     with torch.no_grad():
         expected = patched.eval()(ids).logits
+        model = AutoModelForCausalLM.from_pretrained(source, **rope_patch.settings(source, method))
+        assert torch.equal(model.eval()(ids).logits, expected)
         for program, load in PROGRAMS.items():
             model = load(source, flags(source, method, program).lines)
             assert torch.equal(model.eval()(ids).logits, expected), program
-    assert torch.equal(by_keywords(source, rope_patch.settings(source, method)).eval()(ids).logits, expected)
 
 
 def test_the_command_names_every_program_and_those_that_cannot_state_it(tmp_path):
