@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from family_models import tiny_config
 from rope_patch.cli.app import dispatch
 from rope_patch.engines.compare_programs import AGREES, UNVERIFIED, ProgramComparison, compare_programs
-from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.engines.programs import PROGRAMS
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 

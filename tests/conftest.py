@@ -40,6 +40,11 @@ LONGEST = ("test_readme.py", "test_packaging.py", "test_demo.py")
 """Files with a test of 10 seconds or more, which begin: at the end, one process would run it and the others wait."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the matrices of families and of engines be written anew."""
+    parser.addoption("--write", action="store_true", help="write the results of a matrix in place of comparing them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests."""
     items.sort(key=lambda item: item.path.name not in LONGEST)

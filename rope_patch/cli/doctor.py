@@ -15,7 +15,9 @@ def doctor(options: DoctorOptions) -> int:
         context = record.stated_length
         print(f"wrote {options.output}: {record.to_method()} over {context} tokens, as the patch record describes it")
         return 0
-    diagnosis = diagnose(options.model, for_programs=options.for_programs, config_only=options.config_only)
+    diagnosis = diagnose(
+        options.model, for_programs=options.for_programs, config_only=options.config_only, python=options.python
+    )
     if options.as_json:
         print_json(diagnosis.to_dict())
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from rope_patch.diagnosis import on_disk
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check, Diagnosis
 from rope_patch.diagnosis.in_memory import LOAD_AGAIN, WRITE_AGAIN, Subject, unreadable
 from rope_patch.diagnosis.programs import programs_agree
-from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.engines.asking import MODULES, python_of
+from rope_patch.engines.programs import PROGRAMS
 from rope_patch.gguf.table import FACTOR_TENSORS
 from rope_patch.patching.install import reapply
 from rope_patch.patching.locate import PatchError, locate
@@ -37,6 +38,7 @@ def doctor(
     *,
     for_programs: Sequence[str] = (),
     config_only: bool = False,
+    python: str | Path | None = None,
 ) -> Diagnosis:
     """Check whether the rotary table that is used is the one that is meant, for any model.
 
@@ -51,13 +53,16 @@ def doctor(
         tokenizer: the tokenizer whose length is compared with the context; by default that of the folder.
         for_programs: other programs whose tables count for the verdict, such as ``["vllm"]``; by default none does.
         config_only: whether the weights files of a folder are left out, which may not be there, as in a repository.
+        python: the Python of the environment in which the one program of ``for_programs`` is installed: it is asked
+            what it computes from these very files. A program that is installed beside this package is found.
 
     Returns:
         The diagnosis; ``ok`` and ``status`` hold the verdict, and ``print`` shows everything.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: a program is unknown or is given for a model in memory or an adapter, or there is no such folder.
+        ValueError: a program is unknown, does not answer, or is given for a model in memory or an adapter, or there is
+            no such folder.
         OSError: there is nothing that can be read.
 
     Example:
@@ -70,6 +75,7 @@ def doctor(
     for name in for_programs:
         if name not in PROGRAMS:
             raise ValueError(f"unknown program {name!r}. Known: {', '.join(PROGRAMS)}")
+    pythons = _pythons(for_programs, python)
     if isinstance(model, nn.Module):
         if for_programs:
             raise ValueError("for_programs goes with a folder or file: other programs do not read models in memory")
@@ -77,7 +83,7 @@ def doctor(
         return _of_model(type(model).__name__, model, length, in_memory=True)
     if is_gguf(model):
         with cached_headers(model):
-            diagnosed = _of_gguf(model)
+            diagnosed = _of_gguf(model, pythons)
     elif is_adapter(model):
         if for_programs:
             raise ValueError(
@@ -85,8 +91,20 @@ def doctor(
             )
         return _of_adapter(str(model))
     else:
-        diagnosed = _of_folder(str(model), tokenizer, config_only)
+        diagnosed = _of_folder(str(model), tokenizer, config_only, pythons)
     return diagnosed.counting(tuple(for_programs))
+
+
+def _pythons(for_programs: Sequence[str], python: str | Path | None) -> dict[str, str | Path]:
+    """Return the Python by program in which each program is asked, for those that can be."""
+    if python is not None:
+        if len(for_programs) != 1 or for_programs[0] not in MODULES:
+            raise ValueError(
+                f"python (--python) goes with one program in for_programs (--for), of {', '.join(MODULES)}"
+            )
+        return {for_programs[0]: python}
+    found = {name: python_of(name) for name in for_programs}
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def _of_model(
@@ -138,7 +156,13 @@ def _made(function: Callable[..., Iterator[Check]], *args: Any) -> list[Check]:
         return [Check(function.__name__.replace("_", " "), UNKNOWN, f"this check failed: {in_one_line(error)}")]
 
 
-def _of_folder(source: str, tokenizer: Any, config_only: bool) -> Diagnosis:
+def _programs(source: str | Path, pythons: Mapping[str, str | Path]) -> list[Check]:
+    if pythons:  # a program that was to be asked and does not answer is an error
+        return list(programs_agree(source, pythons))
+    return _made(programs_agree, source)
+
+
+def _of_folder(source: str, tokenizer: Any, config_only: bool, pythons: Mapping[str, str | Path]) -> Diagnosis:
     # Unchecked, since contradicting keys of config.json are a check of their own here, and no error.
     model = model_without_weights(source, checked=False, trust_remote_code=False)
     folder = Path(source)
@@ -150,7 +174,7 @@ def _of_folder(source: str, tokenizer: Any, config_only: bool) -> Diagnosis:
         more = _on_disk(folder, model, config_only)
     found = _of_model(source, model, length, in_memory=False, more=more)
     if found.tables:
-        return replace(found, checks=(*found.checks, *_made(programs_agree, source)))
+        return replace(found, checks=(*found.checks, *_programs(source, pythons)))
     return found
 
 
@@ -192,7 +216,7 @@ def _of_adapter(source: str) -> Diagnosis:
     return _of_model(source, model, stated_length(Path(source)), in_memory=False, more=[own, *beside])
 
 
-def _of_gguf(source: str | Path) -> Diagnosis:
+def _of_gguf(source: str | Path, pythons: Mapping[str, str | Path]) -> Diagnosis:
     """Check a GGUF file: its record against its keys and factors, and which table each program reads."""
     try:
         inspection = checkpoints.inspect(source)
@@ -210,6 +234,6 @@ def _of_gguf(source: str | Path) -> Diagnosis:
         checks.append(
             Check("rotary factors", NOTE, "it states longrope and holds no factors, so that longrope does nothing")
         )
-    checks += _made(programs_agree, source)
+    checks += _programs(source, pythons)
     tables = {table.layer_type: table for table in inspection.tables}
     return Diagnosis(str(source), inspection.method, tables, tuple(checks))

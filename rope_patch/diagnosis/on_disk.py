@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils.generic import flatten_dict
@@ -27,7 +29,7 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
     used = flatten_dict(settings_of(own).get("rope_parameters") or {})
     base = own.default_theta
     if base in used.values() and base not in stated.values():
-        yield Check("base", NOTE, f"config.json states no rope_theta: {base:g} is the default of {type(own).__name__}")
+        yield _without_base(text, base, type(own).__name__)
     wrong = stated_twice(stated, used) or older_differences(config)
     if not wrong:
         yield Check("config.json", HOLDS, "its keys for transformers 4 and 5 do not contradict each other")
@@ -42,6 +44,25 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         "keys that repeat what rope_parameters says",
         "other programs may take the other value; transformers 5 takes rope_scaling where rope_parameters is there",
         fix,
+    )
+
+
+def _without_base(text: dict[str, Any], base: float, name: str) -> Check:
+    """Return the check of a config.json without a base, which was lost if transformers 5 wrote the file."""
+    found = f"config.json states no rope_theta: {base:g} is the default of {name}"
+    written = text.get("rope_parameters")
+    if not written or "rope_theta" in written or written.get("rope_type", "default") == "default":
+        return Check("base", NOTE, found)
+    complete = json.dumps({"rope_parameters": {**written, "rope_theta": base}})
+    return Check(
+        "base",
+        DIFFERS,
+        found,
+        "rope_parameters with a rope_theta, as transformers 5 writes it",
+        "a rope_scaling= without a base replaces all of rope_parameters in transformers 5, and the base of the "
+        "checkpoint is lost",
+        f"write the base of the original checkpoint in place of {base:g} into {complete}; rope-patch settings MODEL "
+        "METHOD prints complete keys",
     )
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rope_patch import frequencies
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
-from rope_patch.engines.dialect_tables import Built, relative_difference
+from rope_patch.engines.asking import TOLERANCE, ask
+from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
+from rope_patch.engines.readings import Reading, reading_asked, reading_of
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
-from rope_patch.engines.tables_by_program import PROGRAMS, Reading, reading_of
+from rope_patch.engines.verdicts import SAME, SENTENCES
 from rope_patch.gguf.table import read_gguf
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -24,38 +30,34 @@ from rope_patch.tables import RotaryTable
 AGREES = "agrees"
 DIFFERS = "differs"
 REFUSES = "refuses"
-UNVERIFIED = "unverified"
 REFERENCE = "reference"
 OURS = "transformers-5"
-OTHER_KEYS = "it takes other keys of config.json, or other defaults, than transformers 5 does"
-"""The reason of a difference that no rule explains."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ProgramReading:
-    """The table that one program computes for the layers of one layer type.
+    """What one program does in the layers of one layer type.
 
     Attributes:
         program: the program, a key of ``PROGRAMS`` or ``OURS``.
+        version: the version of the program; empty for transformers 5.
         layer_type: the type of the layers; None if all layers share a table.
         verdict: the verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (the program fails) or ``"unverified"``;
             ``"reference"`` for transformers 5, and for llama.cpp on a GGUF file.
-        built: the table that the program builds; None if it refuses or is unverified.
-        difference: the largest difference of a frequency from the reference's, as a share of the larger of the two: 1
-            if only one of them rotates a pair. None if the numbers of pairs differ, or there is no table.
-        reasons: sentences on the reasons of the difference.
+        found: a sentence on what the program does.
+        reason: a sentence on the reason; empty if none is known or needed.
         fix: the command that may remove the difference, or another step; empty if nothing is to be done.
-        moved: a sentence on layers that use another table or window than in transformers 5; empty if none does.
+        asked: whether the program was asked about this very checkpoint.
     """
 
     program: str
+    version: str
     layer_type: str | None
     verdict: str
-    built: Built | None = None
-    difference: float | None = None
-    reasons: tuple[str, ...] = ()
+    found: str = ""
+    reason: str = ""
     fix: str = ""
-    moved: str = ""
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,77 +73,62 @@ class ProgramComparison:
     notes: tuple[str, ...]
 
 
-def compare_programs(source: str | Path) -> ProgramComparison:
+def compare_programs(source: str | Path, pythons: Mapping[str, str | Path] | None = None) -> ProgramComparison:
     """Compare the tables that programs compute from a checkpoint with those of transformers 5; no weights are loaded.
 
     Args:
         source: the folder, hub id or GGUF file that the programs read.
+        pythons: the Python by program in which it is installed, for programs that are asked about this checkpoint;
+            of the others it is told what they were seen to do with other configs in the same form.
 
     Raises:
         OSError: there is nothing that can be read.
-        ValueError: the source is an adapter, or the model's rotary table cannot be read.
+        ValueError: the source is an adapter, the model's rotary table cannot be read, or a program does not answer.
     """
     if is_gguf(source):
-        return _of_gguf(source)
-    return _of_folder(source)
+        return _of_gguf(source, pythons or {})
+    return _of_folder(source, pythons or {})
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: str | Path) -> ProgramComparison:
+def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> ProgramComparison:
     model = model_without_weights(source, checked=False)
     inspection = inspect_model(model)
     location = locate(model)
-    stated = StatedConfig.of(location.config, config_json(source), inspection.tables)
-    rows = [_reference(OURS, table) for table in inspection.tables]
+    config = config_json(source)
+    stated = StatedConfig.of(location.config, config, inspection.tables)
+    rows = [ProgramReading(OURS, "", table.layer_type, REFERENCE) for table in inspection.tables]
     for name in PROGRAMS:
-        reading = reading_of(name, stated)
+        if name in pythons:
+            (answer,) = ask(name, [config], pythons[name])
+            (own,) = ask(OURS, [config], sys.executable)
+            reading = reading_asked(answer, own, stated)
+        else:
+            reading = reading_of(name, stated)
         fix = ""
-        if not reading.unverified and not reading.agrees(stated):
+        if not reading.unknown and not reading.agrees(stated):
             fix = _fix(source, name, model)
-        rows += _rows(name, reading, stated, fix)
+        rows += [_row(name, reading, stated, kind, fix) for kind in stated.tables]
     unread = [f"transformers does not read {name}; an engine that does attends otherwise" for name in stated.unread]
     # Without the record: checks of their own say what differs from it.
     return ProgramComparison(tuple(rows), (*replace(location, record_data=None).warnings, *unread))
 
 
-def _reference(program: str, table: RotaryTable) -> ProgramReading:
-    return ProgramReading(program, table.layer_type, REFERENCE, _built(table), 0.0)
-
-
-def _built(table: RotaryTable, *reasons: str) -> Built:
-    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings, reasons=reasons)
-
-
-def _rows(program: str, reading: Reading, stated: StatedConfig, fix: str) -> list[ProgramReading]:
-    for verdict, reason in ((UNVERIFIED, reading.unverified), (REFUSES, reading.refused)):
-        if reason:
-            return [ProgramReading(program, kind, verdict, reasons=(reason,), fix=fix) for kind in stated.tables]
-    rows = []
-    for kind, table in stated.tables.items():
-        pairs = enumerate(zip(stated.layers, reading.layers, strict=True))
-        moved = {i: (own, there) for i, (own, there) in pairs if own.kind == kind and own != there}
-        if not moved:
-            rows.append(_row(program, reading.tables[kind], table, fix))
-            continue
-        # The layers of one type are of two types in a program at most, of which one is the same.
-        own, there = next(iter(moved.values()))
-        row = _row(program, reading.tables[there.kind], table, fix)
-        sentence = f"it runs layers {', '.join(map(str, moved))} as {there}, not as {own}"
-        rows.append(replace(row, verdict=DIFFERS, moved=sentence, reasons=(reading.moved, *row.reasons), fix=fix))
-    return rows
-
-
-def _row(program: str, built: Built, table: RotaryTable, fix: str) -> ProgramReading:
-    difference = relative_difference(built.inv_freq, table.inv_freq)
-    if built.is_table(table):
-        return ProgramReading(program, table.layer_type, AGREES, built, difference)
-    reasons = built.reasons or (OTHER_KEYS,)
-    if difference is None:
-        pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
-        reasons = (pairs, *built.reasons)
-    return ProgramReading(program, table.layer_type, DIFFERS, built, difference, reasons, fix)
+def _row(program: str, reading: Reading, stated: StatedConfig, kind: str | None, fix: str) -> ProgramReading:
+    row = ProgramReading(program, reading.version, kind, UNVERIFIED, reading.unknown, asked=reading.asked)
+    if reading.unknown:
+        return row
+    if reading.refused:
+        return replace(row, verdict=REFUSES, found=f"it refuses this checkpoint: {reading.refused}", fix=fix)
+    reason = "; ".join(reading.reasons)
+    if reading.seen[kind] != SAME:
+        return replace(row, verdict=DIFFERS, found=SENTENCES[reading.seen[kind]], reason=reason, fix=fix)
+    if reading.context == stated.context:
+        return replace(row, verdict=AGREES, found="it computes the same table")
+    shorter = f"it computes the same table, for a context of {reading.context} tokens and not of {stated.context}"
+    return replace(row, verdict=DIFFERS, found=shorter, reason=reason, fix=fix)
 
 
 _EXPORTS = {"transformers-4": "hf -o OUT", "mlx": "hf -o OUT", "llama.cpp": "gguf --converter PATH -o OUT.gguf"}
@@ -163,7 +150,7 @@ def _fix(source: str | Path, program: str, model: Any) -> str:
 # --- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: str | Path) -> ProgramComparison:
+def _of_gguf(source: str | Path, pythons: Mapping[str, str | Path]) -> ProgramComparison:
     """Compare the table of a file, as llama.cpp reads it, with the one that transformers' own reader computes.
 
     llama.cpp is the reference, but for sliding layers: transformers computes the table that the model was trained with,
@@ -176,17 +163,50 @@ def _of_gguf(source: str | Path) -> ProgramComparison:
     rows = []
     for own in tables:
         if own.layer_type == SLIDING and len(found.tables) > 1:
-            in_file = found.tables[1]
-            rows += [_reference(OURS, own), _row("llama.cpp", _built(in_file, _SCALED_TOO), own, _SLIDING_FIX)]
+            rows.append(ProgramReading(OURS, "", own.layer_type, REFERENCE))
+            rows.append(_gguf_row("llama.cpp", found.tables[1], own, _SCALED_TOO, _SLIDING_FIX))
         else:
             in_file = replace(found.tables[0], layer_type=own.layer_type)
-            fix = f"rope_patch.load({str(source)!r})"
-            rows += [_reference("llama.cpp", in_file), _row(OURS, _built(own, _BASE_ALONE), in_file, fix)]
-    for name in PROGRAMS:
+            rows.append(ProgramReading("llama.cpp", PROGRAMS["llama.cpp"].version, own.layer_type, REFERENCE))
+            rows.append(_gguf_row(OURS, own, in_file, _BASE_ALONE, f"rope_patch.load({str(source)!r})"))
+    for name, program in PROGRAMS.items():
         if name != "llama.cpp":
             reason = "what it reads of a GGUF file was not compared"
-            rows += [ProgramReading(name, own.layer_type, UNVERIFIED, reasons=(reason,)) for own in tables]
+            rows += [ProgramReading(name, program.version, own.layer_type, UNVERIFIED, reason) for own in tables]
     return ProgramComparison(tuple(rows), found.warnings)
+
+
+def _gguf_row(program: str, theirs: RotaryTable, table: RotaryTable, reason: str, fix: str) -> ProgramReading:
+    """Return what a program computes in place of the table of the reference."""
+    version = PROGRAMS["llama.cpp"].version if program == "llama.cpp" else ""
+    row = ProgramReading(program, version, table.layer_type, AGREES, "it computes the same table")
+    off = relative_difference(theirs.inv_freq, table.inv_freq)
+    same_factor = abs(theirs.attention_scaling - table.attention_scaling) <= TOLERANCE
+    same_context = theirs.max_position_embeddings == table.max_position_embeddings
+    if off is not None and off <= TOLERANCE and same_factor and same_context:
+        return row
+    found = (
+        f"it computes another table: attention factor {theirs.attention_scaling:.6g}, context "
+        f"{theirs.max_position_embeddings}"
+    )
+    if off is not None and off > 5e-5:
+        found += f", frequencies off by up to {off:.2%}"
+    return replace(row, verdict=DIFFERS, found=found, reason=reason, fix=fix)
+
+
+def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
+    """Return the largest difference of two tables, as a share of the larger frequency; None where lengths differ.
+
+    >>> import torch
+    >>> relative_difference(torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25]))
+    0.5
+    """
+    if theirs.shape != ours.shape:
+        return None
+    one, other = (frequencies.zero_unrotated(table.float().cpu()).double() for table in (theirs, ours))
+    larger = one.maximum(other)
+    # Two unrotated pairs differ by 0, and not by 0 / 0.
+    return float(((one - other).abs() / larger.clamp_min(frequencies.UNROTATED)).max())
 
 
 _BASE_ALONE = (

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, table_of_parameters
+from rope_patch.engines.forms import SHARE, keys_with_effect
 from rope_patch.methods.longrope import longrope_form
 from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, settings_of
 from rope_patch.patching.encode import change_for_readers, completed
@@ -18,18 +18,17 @@ from rope_patch.patching.record import TableRecord
 from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 
-SERVING = ("vllm", "sglang")
-"""The programs for which a single folder is written."""
+OLDER_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""The rope types that transformers 4 knows."""
 
 
 def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
     """Return ``rope_parameters`` from which transformers 4 and 5, and perhaps engines, read a table.
 
-    The table's own encoding is returned if all of them build the table from it, by
-    :mod:`~rope_patch.engines.dialect_tables`. Other tables are written in the longrope form. It must state a single
-    context, or engines would switch between two tables, and its scaling as ``short_mscale`` and ``long_mscale``, or
-    they would compute one of their own. ``proportional``, which transformers 4 does not know, is left only on Gemma 4:
-    it is that family's own type, and version 4 does not know the family, either.
+    The table's own encoding is returned if all of them build the table from it. Other tables are written in the
+    longrope form. It must state a single context, or engines would switch between two tables, and its scaling as
+    ``short_mscale`` and ``long_mscale``, or they would compute one of their own. ``proportional``, which transformers 4
+    does not know, is left only on Gemma 4: it is that family's own type, and version 4 does not know the family.
 
     Args:
         table: the table that is encoded.
@@ -40,25 +39,28 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     if "rope_type" in encoded:
         encoded.pop("type", None)  # the older name of the key, which some programs obey if the two disagree
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
-    if not everywhere and kind in DIALECTS["transformers-4"].types:
+    if not everywhere and kind in OLDER_TYPES:
         return encoded
-    known = kind not in (None, "longrope") and (kind != "proportional" or model_type == "gemma4_text")
-    if known and all(_reads(name, encoded, table, model_type) for name in SERVING):
+    if kind is not None and _is_read(kind, encoded, table, model_type):
         return encoded
     _, form = longrope_form(table)
     mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
     return {**table.other_keys, **form, **mscale}
 
 
-def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
-    """Tell whether a program builds a table from an encoding."""
-    dialect = DIALECTS[program]
-    if model_type == "gemma4_text":  # SGLang's model of Gemma 4 passes the share on, unlike its other models
-        dialect = replace(dialect, proportional_share=True)
-    try:
-        return table_of_parameters(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
-    except RefusesError:
-        return False
+def _is_read(kind: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
+    """Tell whether vLLM and SGLang build a table from its own encoding, over the whole context.
+
+    Both multiply the context by the factor of ``linear`` and ``proportional``; SGLang ignores the attention factor of
+    YaRN, and both have no more positions than its factor times the original context.
+    """
+    keys = keys_with_effect(encoded)
+    if kind in ("default", "llama3"):
+        return "factor" not in keys or kind == "llama3"
+    if kind == "yarn":
+        original = encoded.get("original_max_position_embeddings") or table.max_position_embeddings
+        return "attention_factor" not in keys and encoded["factor"] * original >= table.max_position_embeddings
+    return kind == "proportional" and model_type == "gemma4_text" and encoded.get("factor", 1.0) == 1.0
 
 
 def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:

@@ -25,13 +25,14 @@ from typing import Any
 
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json
-from rope_patch.engines.dialect_tables import DIALECTS, SHARE, RefusesError, table_of_parameters
 from rope_patch.engines.encodings import config_keys, with_context
 from rope_patch.engines.folders import read_tables
+from rope_patch.engines.forms import SHARE, keys_with_effect, without_tables
 from rope_patch.engines.program_contexts import kind_of, other_contexts
+from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
+from rope_patch.engines.readings import reading_of
 from rope_patch.engines.stated_config import StatedConfig
-from rope_patch.engines.tables_by_program import PROGRAMS, reading_of
-from rope_patch.engines.verified_versions import UNVERIFIED
+from rope_patch.engines.verdicts import DROPPED, MOVED, SAME, SENTENCES, WINDOW
 from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
@@ -109,21 +110,23 @@ class PatchedCheckpoint:
         Raises:
             ValueError: the program does not compute them, with the reason.
         """
-        complete = dict(self.stated.complete) | dict(settings)
+        complete = dict(self.stated.complete) | {key: value for key, value in settings.items() if value is not None}
         complete.pop("original_max_position_embeddings", None)  # vLLM's default limit, which --max-model-len lifts
-        raw = dict(self.stated.raw) | dict(settings)
+        raw = dict(self.stated.raw)
+        if settings.get(
+            "rope_parameters"
+        ):  # they go into the config that transformers 5 completes, which has no others
+            raw = without_tables(raw)
+        raw |= dict(settings)
         reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
-        known = PROGRAMS[program]
-        name = f"{known.name} {known.version}"
+        name = f"{PROGRAMS[program].name} {reading.version}"
         if reading.refused:
             raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
-        if reading.unverified:
-            return f"{UNVERIFIED}: {reading.unverified}"
+        if reading.unknown:
+            return f"{UNVERIFIED}: {reading.unknown}"
         if not reading.agrees(self.stated):
-            reasons = [reason for built in reading.tables.values() for reason in built.reasons]
-            raise ValueError(f"{name} would compute another table: {'; '.join([reading.moved, *reasons])}")
-        if known.ran:
-            name = f"{known.name} {known.ran}, which was run with such options (make test-engines)"
+            sentences = [SENTENCES[each] for each in reading.seen.values() if each != SAME]
+            raise ValueError(f"with its options {name} differs: {'; '.join([*sentences, *reading.reasons])}")
         if self.multimodal:
             return f"{name}; how they get into text_config was read in its source"
         return name
@@ -197,6 +200,13 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
             "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
             "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another table for all of them"
         )
+    # Its form is that of the unpatched config; of a multimodal checkpoint, files hold the text model alone.
+    layers = reading_of("llama.cpp", replace(stated, outer_type=stated.model_type))
+    wrong = [SENTENCES[seen] for seen in layers.seen.values() if seen in (DROPPED, WINDOW, MOVED)]
+    if any(layer.window for layer in stated.layers) and layers.unknown:
+        wrong = [f"whether it keeps the sliding windows of {stated.model_type} was not checked"]
+    if wrong:
+        raise ValueError(f"llama.cpp runs other layers: {'; '.join(dict.fromkeys(wrong))}")
     graph = graph_of(stated.model_type)
     if graph.always or len(graph.tensors) > 1:
         raise ValueError(f"whether llama.cpp's graph for {graph.architecture} obeys its options was never checked")
@@ -213,12 +223,8 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
             f"{checkpoint.source} holds factors or a scaling of its own, and the options would come on top of them"
         )
     encoded = {"rope_type": "custom", **(table.rope_parameters or {}), "rope_theta": table.rope_theta}
-    # What llama.cpp computes from its options; of those in a file it reads no beta_fast and beta_slow.
-    dialect = replace(DIALECTS["llama.cpp"], obeys_betas=True, ignored=frozenset())
-    try:
-        expressed = table_of_parameters(encoded, table.rotary_dim, stated.context, dialect).equals(table)
-    except RefusesError:
-        expressed = False
+    known = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    expressed = kind_of(encoded) in ("default", "linear", "yarn") and known.issuperset(keys_with_effect(encoded))
     if not expressed:
         raise ValueError(
             f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.folder_patch import copy_with_new_config
@@ -14,7 +15,10 @@ from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.engines.encodings import config_keys, equal, with_context
 from rope_patch.engines.program_contexts import other_contexts, parameters_in
-from rope_patch.engines.verified_versions import ENGINES, check_version
+from rope_patch.engines.programs import ENGINES, PROGRAMS, UNVERIFIED
+from rope_patch.engines.readings import Reading, reading_of
+from rope_patch.engines.stated_config import StatedConfig
+from rope_patch.engines.verdicts import OTHER_TABLES, SAME, SENTENCES
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.verify import inspect_model, verify_model
@@ -63,7 +67,7 @@ def export_folder(
         model: the checkpoint's model without weights, patched as it shall be.
         source: the folder or hub id of the weights, or their GGUF file.
         out: the folder to write; new or empty unless ``overwrite`` is given.
-        to: the engine, a key of :data:`~rope_patch.engines.verified_versions.ENGINES`.
+        to: the engine, a key of :data:`~rope_patch.engines.programs.ENGINES`.
         overwrite: whether to write into a folder that holds files.
         dtype: the data type to which the weights of a GGUF file are dequantized.
 
@@ -76,8 +80,7 @@ def export_folder(
         OSError: the source cannot be read, the weights are damaged, or ``out`` cannot be written.
     """
     tables = read_tables(model)
-    version = check_version(to, str(model.config.model_type), tables)
-    config, notes = exported_config(model, tables, to)
+    config, notes, version = _config_for(model, tables, to)
     if is_gguf(source):
         config["dtype"] = dtype
     parameters = text_part(config)["rope_parameters"]
@@ -90,7 +93,7 @@ def export_folder(
             {"layer_type": table.layer_type, "rope_type": encoded["rope_type"], "hash": table.fingerprint}
         )
     summary: dict[str, Any] = {
-        "engine": ENGINES[to].name,
+        "engine": ENGINES[to],
         "checked_against": version,
         "model_type": model.config.model_type,
         "context": tables[0].max_position_embeddings,
@@ -105,6 +108,45 @@ def export_folder(
         _check(folder, tables)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def _config_for(
+    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
+) -> tuple[dict[str, Any], list[str], str]:
+    """Return the config.json for an engine, remarks for the user, and the version that was seen to read it so.
+
+    Raises:
+        ValueError: the engine fails on the config, or computes another table from it.
+    """
+    config, notes = exported_config(model, tables, to)
+    if to == "hf":
+        return config, notes, transformers.__version__
+    reading = _reading(model, config, tables, to)
+    # vLLM fails on longrope where pairs are neighbours, and loses the share of some families; the own form may run.
+    if reading.refused or set(reading.seen.values()) & set(OTHER_TABLES):
+        own, _ = exported_config(model, tables, "hf")
+        in_own_form = _reading(model, own, tables, to)
+        if set(in_own_form.seen.values()) == {SAME}:
+            config, reading = own, in_own_form
+            if reading.context != tables[0].max_position_embeddings:
+                notes.append(f"start it with a context of {tables[0].max_position_embeddings}: {reading.reasons[0]}")
+    if reading.refused:
+        raise ValueError(f"{ENGINES[to]} {reading.version} fails on this config: {reading.refused}")
+    if reading.unknown:
+        return config, notes, UNVERIFIED
+    for kind, seen in reading.seen.items():
+        if seen in OTHER_TABLES:
+            raise ValueError(
+                f"{ENGINES[to]} {reading.version} would lose the table of {kind or 'all'} layers: {SENTENCES[seen]}. "
+                "What changes the base alone (abf, ntk) may run there; other engines may read the table"
+            )
+    notes += [SENTENCES[each] for each in dict.fromkeys(reading.seen.values()) if each != SAME]
+    return config, notes, PROGRAMS[to].version
+
+
+def _reading(model: PreTrainedModel, config: dict[str, Any], tables: Sequence[RotaryTable], to: str) -> Reading:
+    text = type(model.config).from_dict(config).get_text_config()
+    return reading_of(to, StatedConfig.of(text, config, tables))
 
 
 def exported_config(model: PreTrainedModel, tables: Sequence[RotaryTable], to: str) -> tuple[dict[str, Any], list[str]]:

@@ -8,6 +8,7 @@ returns the context that the program serves by default [tokens], and a sentence 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,26 @@ def kind_of(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
-def stated_context(config: Mapping[str, Any]) -> Derived:
-    """Return the stated context, which transformers and llama.cpp use."""
-    return config["max_position_embeddings"], ()
+def served_context(program: str, config: Mapping[str, Any]) -> Derived:
+    """Return the context that a program serves by default [tokens], and sentences where it is not the stated one.
+
+    Args:
+        program: the program; others than vLLM and SGLang serve what ``max_position_embeddings`` states.
+        config: the config of the text decoder, as transformers 5 completes it.
+    """
+    if program not in ("vllm", "sglang"):
+        return config["max_position_embeddings"], ()
+    context, reasons = vllm(config) if program == "vllm" else sglang(config)
+    for parameters in parameters_in(config):
+        if kind_of(parameters) != "yarn":
+            continue
+        original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        positions = math.ceil(parameters["factor"] * original)
+        if positions < config["max_position_embeddings"]:
+            context = min(context, positions)
+            held = f"its table holds factor times original_max_position_embeddings, {positions} positions, and no more"
+            reasons = (*reasons, held)
+    return context, reasons
 
 
 def _length_at(key: str, config: Mapping[str, Any]) -> Derived:

@@ -43,6 +43,7 @@ class StatedConfig:
         raw: the text part of config.json.
         complete: the text config as transformers 5 writes it.
         tables: the tables that transformers 5 computes, by layer type.
+        defaults: the config of the family without settings, and with as many layers.
         unread: the keys of ``raw`` about attention that the class of transformers 5 stores and does not know. A value
             that switches something off, or that is 1, is no setting.
     """
@@ -52,6 +53,7 @@ class StatedConfig:
     raw: Mapping[str, Any]
     complete: Mapping[str, Any]
     tables: Mapping[str | None, RotaryTable]
+    defaults: Mapping[str, Any]
     unread: Sequence[str] = ()
 
     @classmethod
@@ -63,12 +65,14 @@ class StatedConfig:
             whole: the contents of config.json; empty for a GGUF file.
             tables: the tables that transformers 5 computes.
         """
+        usual: Any = type(text)
         return cls(
             model_type=str(text.model_type),
             outer_type=str(whole.get("model_type", text.model_type)),
             raw=text_part(whole),
             complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
             tables={table.layer_type: table for table in tables},
+            defaults=usual(num_hidden_layers=text.num_hidden_layers).to_dict(),
             unread=[
                 name
                 for name, value in text_part(whole).items()
@@ -93,6 +97,21 @@ class StatedConfig:
         """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
         every: Mapping[str, Any] = self.complete["rope_parameters"]
         return every if kind is None else every[kind]
+
+    def usual_parameters(self, layer_type: str | None) -> Mapping[str, Any]:
+        """Return the ``rope_parameters`` of a layer type in a config that states none."""
+        parameters: Mapping[str | None, Any] = self.defaults.get("rope_parameters") or {}
+        return dict(parameters.get(layer_type, parameters))
+
+    @property
+    def usual_base(self) -> float | None:
+        """The base of a config that states none, of full attention where there are several."""
+        return self.usual_parameters(FULL).get("rope_theta")
+
+    @property
+    def usual_layer_types(self) -> Sequence[str]:
+        """The types of the layers in a config that states none."""
+        return self.defaults.get("layer_types") or ()
 
     @property
     def layers(self) -> tuple[LayerReach, ...]:

@@ -25,7 +25,7 @@ import yaml
 
 from rope_patch.checkpoints.source_files import config_json
 from rope_patch.engines.flags import ENGINES, Flags, PatchedCheckpoint, checkpoint_under
-from rope_patch.engines.verified_versions import UNVERIFIED
+from rope_patch.engines.programs import UNVERIFIED
 from rope_patch.methods import MethodLike
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys
 from rope_patch.runtime.folders import is_gguf
@@ -123,7 +123,7 @@ def _older_settings(checkpoint: PatchedCheckpoint, program: str, shown: str) -> 
         older.setdefault("rope_theta", parameters["rope_theta"])
     if OLDER_FAIL in older.values():
         raise ValueError("the keys of transformers 4 cannot state this table")
-    known = checkpoint.shown_by(program, {**older, **keys})
+    known = checkpoint.shown_by(program, {**older, **keys, "rope_parameters": None})
     return older | keys, known if UNVERIFIED in known else shown
 
 

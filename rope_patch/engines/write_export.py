@@ -16,7 +16,7 @@ from rope_patch.checkpoints.folder_patch import check_new_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.export_gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.engines.folders import export_folder
-from rope_patch.engines.verified_versions import ENGINES
+from rope_patch.engines.programs import ENGINES
 from rope_patch.methods import MethodLike
 from rope_patch.options.shared import DTYPES
 from rope_patch.patching.install import apply

@@ -10,7 +10,7 @@ from huggingface_hub import metadata_load
 
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
-from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.engines.programs import PROGRAMS
 from rope_patch.evaluation.compare import UNPATCHED, row_name
 from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.extending.choose_method import NEEDLES, RANKING

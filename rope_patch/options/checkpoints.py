@@ -65,13 +65,20 @@ class DoctorOptions(CommandOptions, command="doctor"):
 
     With ``--repair``, a copy of a patched folder is written with the config that its patch record describes.
 
-    Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for "vllm llama.cpp"``
+    Examples: ``rope-patch doctor ./llama``, ``rope-patch doctor ./llama-yarn --for "vllm llama.cpp"``,
+    ``rope-patch doctor ./llama-yarn --for vllm --python ~/vllm/bin/python``
     """
 
     model: str = shared.model()
     for_programs: tuple[str, ...] = shared.programs(
         "A program that will run this checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. What it computes "
         "then counts for the exit status."
+    )
+    python: Path | None = path(
+        "The Python of the environment in which the one program of --for is installed: it is asked what it computes "
+        "from these very files. SGLang cannot be asked.",
+        None,
+        metavar="PYTHON",
     )
     config_only: bool = flag("Leave out the weights files, which need not be there, as in a CI.")
     repair: bool = flag("Write a copy of a patched folder whose config was changed after the patch; needs -o.")

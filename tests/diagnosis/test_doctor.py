@@ -387,9 +387,8 @@ def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
     (first, *others) = found.found("differs")
     assert "rope_theta is 10000.0, the record says 100000.0" in first.meaning
     assert all("--repair" in check.fix for check in (first, *others))
-    # What other programs compute is no reason to give up before the repair, either.
-    fixes = {check.fix for check in found.checks if check.program and check.state == "differs"}
-    assert fixes and all("--repair" in fix for fix in fixes)
+    # Which of the two bases other programs take was not asked.
+    assert {check.state for check in found.checks if check.program} == {"unknown"}
     assert invoke("doctor", str(patched), "--repair", "-o", str(repaired)).exit_code == 0
     assert (repaired / "config.json").read_bytes() == written
     assert doctor(repaired).ok

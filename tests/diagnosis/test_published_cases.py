@@ -8,7 +8,7 @@ import pytest
 from support.broken import CASES
 
 from rope_patch import doctor
-from rope_patch.engines.tables_by_program import PROGRAMS
+from rope_patch.engines.programs import PROGRAMS
 
 SAID = {
     "table_of_a_fork_is_not_filled": ("table in use", "never filled", "compute the buffer again"),
@@ -30,10 +30,10 @@ SAID = {
     "tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "model_max_length = 256"),
     "saved_tokenizer_cuts_at_the_old_context": ("tokenizer", "truncation=True", "tokenizer_config.json to 256"),
     "converter_drops_the_scaling": ("config", "changed after the patch", "--repair -o OUT"),
-    "base_is_stated_twice": ("transformers 4", "scales nothing", "--to hf"),
-    "folder_of_transformers_5": ("transformers 4", "its base is 10000", "--to hf"),
-    "stated_attention_factor_is_ignored": ("SGLang", "ignores attention_factor", "--to sglang"),
-    "scaling_of_sliding_layers_is_dropped": ("transformers 4", "it scales nothing", "--to hf"),
+    "base_is_stated_twice": ("config.json", "other programs may take the other value", "write the value"),
+    "folder_of_transformers_5": ("transformers 4", "base of its own", "--to hf"),
+    "stated_attention_factor_is_ignored": ("SGLang", "another attention factor", "--to sglang"),
+    "scaling_of_sliding_layers_is_dropped": ("transformers 4", "plain RoPE", "--to hf"),
     "yarn_is_ignored": ("MLX", "computes plain RoPE", "--to hf"),
 }
 """Parts of the name of the check that differs, of its meaning and of its fix, for each case."""
@@ -57,5 +57,5 @@ def test_doctor_names_the_fault_and_finds_the_healthy_twin_well(name, tmp_path):
     assert healthy.ok, healthy
     assert broken.status == 1
     parts = SAID[name]
-    said = [(check.name, check.meaning, check.fix) for check in broken.found("differs")]
+    said = [(check.name, check.found + check.meaning, check.fix) for check in broken.found("differs")]
     assert any(all(part in text for part, text in zip(parts, texts, strict=True)) for texts in said), broken

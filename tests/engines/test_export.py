@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from support.commands import fail, fail_without_a_trace, invoke, run
 from support.gguf_files import write_toy
 from support.patches import edit_json, lora, saved_with
@@ -19,7 +20,7 @@ import rope_patch.engines
 from rope_patch.checkpoints.folder_patch import verify_folder
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines import export, folders
-from rope_patch.engines.verified_versions import ENGINES, UNVERIFIED
+from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.patching.verify import inspect_model
 
@@ -48,6 +49,10 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter", logits(model)
 
 
+def version_of(to):
+    return transformers.__version__ if to == "hf" else PROGRAMS[to].version
+
+
 def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
@@ -70,7 +75,7 @@ def test_the_same_table_is_read_back(family_to, method, tmp_path):
         assert any(reason in str(refused) for reason in reasons)
         return
     assert report == json.loads((out / "export.json").read_text())
-    assert report["checked_against"] == ENGINES[to].version
+    assert report["checked_against"] == version_of(to)
     plain = AutoModelForCausalLM.from_pretrained(out)
     # transformers' own types are said as they are to it; the longrope form may miss the last bit of a frequency.
     assert torch.allclose(logits(plain), logits(model), rtol=1e-4, atol=1e-4 if to != "hf" else 0.0)
@@ -115,7 +120,7 @@ def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
-    first = saved_with(tiny_model("gpt_neox", rotary_pct=0.5), tmp_path / "base")
+    first = saved_with(tiny_model("doge"), tmp_path / "base")
     report = export(first, tmp_path / "out", to="vllm", method="pi:factor=2")
     assert report["checked_against"] == UNVERIFIED
 
@@ -201,10 +206,10 @@ def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
 
 def test_tables_that_sglang_would_lose_are_refused(tmp_path):
     first = saved_with(tiny_model("gemma2"), tmp_path / "base")
-    with pytest.raises(ValueError, match="rope_theta"):
+    with pytest.raises(ValueError, match="plain RoPE"):
         export(first, tmp_path / "out", to="sglang", method="yarn:factor=4")
     assert not (tmp_path / "out").exists()
-    assert export(first, tmp_path / "abf", to="sglang", method="abf")["checked_against"] == ENGINES["sglang"].version
+    assert export(first, tmp_path / "abf", to="sglang", method="abf")["checked_against"] == version_of("sglang")
 
 
 def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):

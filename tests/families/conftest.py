@@ -15,10 +15,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
 ROWS: dict[str, dict[str, Any]] = {}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write", action="store_true", help=f"write {RESULTS.name} in place of comparing with it")
-
-
 @pytest.fixture(scope="session")
 def committed(pytestconfig):
     """The rows of the file by type; None where it is written."""

@@ -38,13 +38,19 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def answers(engine: str, folder: Path, cases: list[Case], script: str = "engine_worker.py") -> dict[str, Any]:
-    """Run an engine on cases; beside its answers, ``NAME.npy`` in the folder hold log-probabilities."""
+def python_of(engine: str) -> Path:
+    """Return the Python of an engine's environment; a test is skipped where there is none."""
+    if engine in ("transformers", "transformers-5"):
+        return Path(sys.executable)
     python = ENVIRONMENTS / engine / "bin" / "python"
-    if engine == "transformers":
-        python = Path(sys.executable)
     if not python.exists():
         pytest.skip(f"no environment {python}: make test-engines builds it")
+    return python
+
+
+def answers(engine: str, folder: Path, cases: list[Case], script: str = "engine_worker.py") -> dict[str, Any]:
+    """Run an engine on cases; beside its answers, ``NAME.npy`` in the folder hold log-probabilities."""
+    python = python_of(engine)
     jobs = [{"name": c.name, "path": str(c.path), "ids": c.ids, "options": c.options} for c in cases]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

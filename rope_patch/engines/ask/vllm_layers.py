@@ -1,0 +1,86 @@
+"""The rotary tables of vLLM."""
+
+import json
+import os
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+def version() -> str:
+    """Return the version of vLLM."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def model_of(path: str) -> tuple[Any, int]:
+    """Return the model of a checkpoint without its weights, and the context that it would serve.
+
+    ``ROPE_PATCH_ENGINE_OPTIONS`` holds further arguments of vLLM's engine as JSON.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    options = json.loads(os.environ.get("ROPE_PATCH_ENGINE_OPTIONS", "{}"))
+    arguments = EngineArgs(
+        path, load_format="dummy", enforce_eager=True, skip_tokenizer_init=True, dtype="float32", **options
+    )
+    config = arguments.create_engine_config()
+    rotary_embedding._ROPE_DICT.clear()  # the tables of the checkpoint before
+    with set_current_vllm_config(config):
+        _one_process()
+        with torch.device("meta"):
+            return initialize_model(vllm_config=config), config.model_config.max_model_len
+
+
+def layers_of(model: tuple[Any, int]) -> dict[str, Any]:
+    """Return the context and the layers of a model."""
+    network, context = model
+    layers = []
+    for module in network.modules():
+        attention: Any = getattr(module, "attn", None)
+        if hasattr(attention, "kv_cache_dtype"):
+            layers.append({**_table(getattr(module, "rotary_emb", None)), "window": attention.sliding_window})
+    return {"context": context, "layers": layers}
+
+
+def _one_process() -> None:
+    """Make the groups of processes that a model asks for, of one; mixtures of experts want more of them than others."""
+    from vllm import distributed
+
+    port = 20000 + os.getpid() % 20000
+    if not distributed.parallel_state.model_parallel_is_initialized():
+        distributed.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+    distributed.destroy_model_parallel()
+    distributed.ensure_model_parallel_initialized(1, 1)
+
+
+def _table(rotary: Any) -> dict[str, Any]:
+    """Return cos and sin of a rotary module at position 1, and the number of its positions."""
+    import torch
+
+    if rotary is None:
+        return {"cos": None, "sin": None}
+    with torch.device("cpu"):
+        if hasattr(rotary, "long_factor"):  # longrope: of its two tables the one for the whole context
+            length = rotary.max_position_embeddings
+            kind = "short"
+            if length > rotary.original_max_position_embeddings:
+                kind = "long"
+            factors = (getattr(rotary, f"{kind}_factor"), getattr(rotary, f"{kind}_mscale"))
+            table = rotary._compute_cos_sin_cache(length, *factors)
+        else:
+            table = rotary._compute_cos_sin_cache()
+    if table.is_complex():  # Llama 4
+        cos, sin = table[1].real, table[1].imag
+    else:
+        cos, sin = table[1].float().chunk(2, -1)
+    return {"cos": cos.flatten().tolist(), "sin": sin.flatten().tolist()}

@@ -1,0 +1,136 @@
+"""Programs are asked for their tables: here transformers, in another process, about configs that differ a little."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import fail, run
+from support.engine_forms import stated_of
+from support.tiny import tiny_model
+
+import rope_patch
+from rope_patch.engines.asking import ask
+from rope_patch.engines.verdicts import (
+    DEFAULT_BASE,
+    DROPPED,
+    FACTOR,
+    MOVED,
+    OTHER,
+    PAIRS,
+    PLAIN,
+    SAME,
+    WINDOW,
+    verdict_of,
+)
+
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+KINDS = ["sliding_attention", "full_attention"]
+
+
+def config(family: str, **changes) -> dict:
+    """A config of a tiny model as transformers writes it."""
+    written = json.loads(tiny_model(family).config.to_json_string())
+    return written | {"max_position_embeddings": 256} | changes
+
+
+def gemma3(window=16, kinds=KINDS, **full) -> dict:
+    parameters = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6} | full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return config("gemma3", rope_parameters=parameters, sliding_window=window, layer_types=kinds)
+
+
+def llama(**parameters) -> dict:
+    return config("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5} | parameters)
+
+
+# What is meant, what the program reads instead, and what is to be seen of it.
+CASES = {
+    "the same": (llama(**YARN), llama(**YARN), {"": SAME}),
+    "no scaling": (llama(**YARN), llama(), {"": PLAIN}),
+    "no base either": (llama(**YARN), llama(rope_theta=1e4), {"": DEFAULT_BASE}),
+    "another factor on cos and sin": (llama(**YARN), llama(**YARN, attention_factor=1.5), {"": FACTOR}),
+    "another scaling": (llama(**YARN), llama(rope_type="linear", factor=4.0), {"": OTHER}),
+    "half of the pairs": (
+        config("phi", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}),
+        config("phi", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        {"": PAIRS},
+    ),
+    "a window that is not known": (
+        config("mistral", sliding_window=16),
+        config("mistral", sliding_window=None),
+        {"": DROPPED},
+    ),
+    "another window": (config("mistral", sliding_window=16), config("mistral", sliding_window=32), {"": WINDOW}),
+    "a window as long as the context": (
+        config("mistral", sliding_window=256),
+        config("mistral", sliding_window=None),
+        {"": SAME},
+    ),
+    "layers the other way round": (
+        gemma3(),
+        gemma3(kinds=KINDS[::-1]),
+        {"full_attention": MOVED, "sliding_attention": MOVED},
+    ),
+    "one of two tables": (
+        gemma3(rope_type="linear", factor=8.0),
+        gemma3(),
+        {"full_attention": PLAIN, "sliding_attention": SAME},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """The answers about what is meant and about what is read instead, by case."""
+    meant, read = zip(*((meant, read) for meant, read, _ in CASES.values()), strict=True)
+    answers = ask("transformers-5", [*meant, *read], sys.executable)
+    return dict(zip(CASES, zip(answers[: len(CASES)], answers[len(CASES) :], strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_otherwise_is_seen(case, answered):
+    own, answer = answered[case]
+    meant, _, seen = CASES[case]
+    assert verdict_of(answer, own, stated_of(meant).tables) == seen
+
+
+def test_the_answer_is_the_table_of_the_model(answered):
+    own, _ = answered["the same"]
+    table = stated_of(llama(**YARN)).tables[None]
+    for layer in own.layers:
+        torch.testing.assert_close(layer.inv_freq, table.inv_freq, rtol=1e-6, atol=0)
+        assert layer.attention_scaling == pytest.approx(table.attention_scaling, rel=1e-6)
+
+
+def test_a_config_on_which_a_program_fails():
+    unknown, broken = ask(
+        "transformers-5", [config("llama", model_type="nothing"), llama(rope_type="x")], sys.executable
+    )
+    assert "nothing" in unknown.error and not unknown.unread
+    assert broken.error
+
+
+def test_doctor_asks_the_python_that_it_is_given(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    said = run("doctor", tmp_path / "model", "--for", "transformers-4", "--python", sys.executable)
+    assert "asked" in said and "it computes the same table" in said
+
+
+@pytest.mark.parametrize(("python", "reason"), [("/no/such/python", "cannot be run"), ("/bin/true", "did not answer")])
+def test_a_python_that_does_not_answer_is_an_error(tmp_path, python, reason):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    assert reason in fail("doctor", tmp_path / "model", "--for", "vllm", "--python", python)
+
+
+def test_python_goes_with_one_program():
+    folder = rope_patch.data_path("assets") / "llama"
+    with pytest.raises(ValueError, match="one program"):
+        rope_patch.doctor(folder, for_programs=["vllm", "mlx"], python=Path(sys.executable))
+    with pytest.raises(ValueError, match="one program"):
+        rope_patch.doctor(folder, for_programs=["sglang"], python=Path(sys.executable))

@@ -1,0 +1,63 @@
+"""What programs do with the configs of many families, as ``assets/engines.json`` says, against the programs themselves.
+
+    python -m pytest tests/engines/test_engine_rows.py -m engines            # compares the rows of some families
+    python -m pytest tests/engines/test_engine_rows.py -m engines --write    # asks about all, and writes the file
+
+The first takes a few minutes, the second an hour of two cores.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import engine_folders, engine_forms
+from support.engine_rows import FILE, SMALL, Forms, answers_of, by_config, converted_answers, rows_of, write
+
+from rope_patch.engines.programs import PROGRAMS
+
+SOME = ("llama", "gemma3_text", "glm4", "gpt_oss", "phi3")
+CONVERTED = [family for family in engine_folders.FAMILIES if family != "gemma4_text"]
+"""Families whose small models llama.cpp's converter takes."""
+
+
+@pytest.fixture(scope="module")
+def everything(pytestconfig) -> bool:
+    """Whether the file is written."""
+    return bool(pytestconfig.getoption("write", False))
+
+
+@pytest.fixture(scope="module")
+def forms(everything) -> Forms:
+    """A config for each form of each family."""
+    return Forms(engine_forms.FAMILIES if everything else SOME)
+
+
+@pytest.fixture(scope="module")
+def own(forms):
+    """What transformers 5 itself does."""
+    return answers_of("transformers-5", forms)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("program", ["transformers-4", "vllm", "mlx", "sglang"])
+def test_a_program_does_what_its_rows_say(program, forms, own, everything):
+    check(program, rows_of(forms, answers_of(program, forms), own), everything)
+
+
+@pytest.mark.engines
+def test_llama_cpp_does_what_its_rows_say(everything, tmp_path):
+    forms = Forms(CONVERTED if everything else ["llama", "gemma3_text"], **SMALL)
+    answers = converted_answers(forms, tmp_path)
+    check("llama.cpp", rows_of(forms, answers, answers_of("transformers-5", forms)), everything)
+
+
+def check(program, rows, everything):
+    """Write the rows of a program, or compare them with those of the file."""
+    if everything:
+        write(program, rows)
+        return
+    found = by_config(rows)
+    families = {key[0] for key in found}
+    committed = by_config(json.loads(FILE.read_text())[PROGRAMS[program].name])
+    assert {key: seen for key, seen in committed.items() if key[0] in families} == found
