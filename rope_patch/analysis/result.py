@@ -29,7 +29,7 @@ from rope_patch.runtime.captions import count_text, names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ def _cache(analysis: Analysis) -> str:
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     measured = analysis.heads.layer(layer)
-    names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "repeated_mass", "distance", "entropy")
+    names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "distance", "entropy")
     return {
         "layer": layer,
         "head": head,

@@ -340,7 +340,7 @@ def analyze(scratch: Path) -> Numbers:
 
 
 def _analyzed(report: Mapping[str, Any]) -> Numbers:
-    of_head = "first_mass sink_mass induction_mass repeated_mass distance entropy"
+    of_head = "first_mass sink_mass induction_mass distance entropy"
     of_p = "query_share key_share logit_share"
     return {
         "heads": {f"{one['layer']}.{one['head']}": [*_pick(one, of_head).values()] for one in report["heads"]},
