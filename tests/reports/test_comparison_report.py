@@ -49,11 +49,11 @@ class TestNumbers:
 
     def test_a_winner_is_marked_only_where_there_is_one(self):
         page = shown(GOOD, BAD)
-        assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 5]
-        assert [kind for kind, _ in page.row("bad")] == [""] * 6
+        assert [kind for kind, _ in page.row("good")][:6] == ["", *["winner"] * 5]
+        assert {kind for kind, _ in page.row("bad")} == {""}
         page = shown(BAD, GOOD, NEAR)
         for method, kinds in {"bad": [""] * 5, "good": ["tied"] * 5, "near": ["tied"] * 5}.items():
-            assert [kind for kind, _ in page.row(method)][1:] == kinds
+            assert [kind for kind, _ in page.row(method)][1:6] == kinds
         page = shown(GOOD, NEAR)  # which the intervals do not tell apart: signs would say that both are good
         assert {kind for kind, _ in page.row("good")} == {""}
 
