@@ -268,7 +268,7 @@ def compare(
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
     """
     suite = as_suite(spec, tokenizer)
-    places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
+    places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     work = open_work(model, resume)
     rows = []
     for name, in_place in places.items():
@@ -289,7 +289,7 @@ def compare(
     )
 
 
-def methods_in_turn(
+def methods_in_place(
     model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
 ) -> dict[str, InPlace]:
     """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.
