@@ -65,6 +65,8 @@ def test_eight_windows_are_read_by_default_or_as_many_as_the_text_has_room_for(t
     for length, windows in ((tokens // 20, 8), (tokens // 3 + 1, 3)):  # each begins with a special token
         suite = EvalSuite(EvalSpec([length], tasks=[]), tokenizer, text=TEXT)
         assert len(suite.windows) == windows
+    with pytest.raises(ValueError, match=f"need {4 * (tokens // 3)} tokens"):
+        EvalSuite(EvalSpec([length], windows=4, tasks=[]), tokenizer, text=TEXT)
 
 
 # --- the suite
