@@ -181,6 +181,16 @@ def test_tokens_are_seen_and_do_no_harm(page):
     assert shown_token(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
+def test_findings_have_the_numbers_of_the_analysis():
+    analysis = random_analysis()
+    *_, stopped, cache = findings(analysis)
+    assert re.findall(r"(\d+) %", stopped) == ["21", "22"]
+    keys = [layer.key for layer in analysis.capture.layers]
+    heads = [head for key in keys for head in zip(key.largest.tolist(), key.mean_norm.tolist(), strict=True)]
+    ratios = sorted(max(largest) / numpy.mean(norms) for largest, norms in heads)
+    assert f" {ratios[(len(ratios) - 1) // 2]:.0f} times" in cache
+
+
 def test_numbers_of_heads_are_those_of_the_analysis(page):
     analysis = random_analysis()
     rows = {row[0]: row for row in page.table("Positional heads, and heads that do induction")[1:]}
