@@ -905,7 +905,7 @@ def test_a_factor_left_out_is_taken_from_the_target(text, target, resolved):
     [
         ("yarn", None, "target_length"),
         ("p_rope+pi", None, "target_length"),
-        ("yarn:factor=4", 32768, "factor=8"),
+        ("yarn:factor=4", 32768, "16384 tokens.* 32768.* factor=8"),
         ("p_rope:p=0.5+pi:factor=2", 32768, "factor=8"),
         ("yarn+pi", 32768, "one"),
         ("longrope", 8192, "factors"),
