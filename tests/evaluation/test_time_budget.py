@@ -75,13 +75,14 @@ def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch
     model = tiny_model()
     path = tmp_path / "finished.jsonl"
 
-    def planned():
-        return speed(model, 64, path)
+    def planned(chunk=None):
+        return speed(model, 64, path, chunk=chunk)
 
     assert planned() == 10
     assert planned() == 1000, "nothing was finished under the first plan"
     ResultCache(path)["a window"] = 1.0
     assert planned() == 1000
+    assert planned(chunk=16) == 20, "chunks are read at a speed of their own"
 
 
 @pytest.mark.parametrize("duration", ["5", "m", "-5m", "5d", ""])
