@@ -144,7 +144,7 @@ def train_adapter(
             "gradient_accumulation_steps": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
             "learning_rate": 4e-4,
             "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.1,  # a share of the run
+            "warmup_steps": round(0.1 * training.steps),
             "bf16": dtype == "bfloat16",
             "fp16": dtype == "float16",
             "gradient_checkpointing": torch.accelerator.is_available(),
