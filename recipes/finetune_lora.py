@@ -43,7 +43,7 @@ from rope_patch.training.runs import run_folder
 
 def training_arguments(options: RecipeOptions) -> dict[str, Any]:
     """Return the arguments of SFTConfig: those of the user, over defaults for long rows."""
-    steps = options.train.get("max_steps", 500)
+    steps = options.max_steps
     arguments = {
         "max_steps": steps,
         "learning_rate": 2e-4,  # for LoRA; lower it where every weight is trained
@@ -124,6 +124,8 @@ def train(options: RecipeOptions, *, command: str = "", restart: bool = False, d
         model = load(options.model, weights=not dry_run)
         source = models.bundled_folder_or_name(options.model.name)
         tokenizer = read_tokenizer(source, revision=options.model.revision)
+        # Documents are longer than the model reads, and are packed into rows; this silences a warning about each.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         patch = models.patch_arguments(model, options)
         if patch is not None:  # else the checkpoint keeps the patch that it has
             rope_patch.apply(model, options.patch.method or "default", **patch)
@@ -155,7 +157,6 @@ def train(options: RecipeOptions, *, command: str = "", restart: bool = False, d
                 chunks=options.data.chunks,
                 seed=args.seed,
             )
-            args.dataloader_drop_last = True
 
         evaluated = None
         if options.evaluation.every:

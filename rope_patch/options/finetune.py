@@ -209,6 +209,18 @@ class RecipeOptions(OptionSet):
         return length
 
     @property
+    def max_steps(self) -> int:
+        """The number of steps of the optimizer.
+
+        Raises:
+            ValueError: it is no whole number.
+        """
+        steps = self.train.get("max_steps", 500)
+        if not isinstance(steps, int):
+            raise ValueError(f"train.max_steps must be a whole number, got {steps!r}")
+        return steps
+
+    @property
     def lora_rank(self) -> int:
         """The rank of the adapters; 0 if every weight is trained."""
         return int(self.lora.get("r", 16))

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -34,10 +35,12 @@ def build(kind: type[T], section: str, values: Mapping[str, Any]) -> T:
     Raises:
         ValueError: a name is unknown, or the library refuses a value.
     """
-    known = [one.name for one in fields(kind) if one.init]  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise ValueError(f"{section}: {kind.__name__} has no {name!r}.{did_you_mean(name, known)}")
+    defaults = {one.name: one.default for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in defaults:
+            raise ValueError(f"{section}: {kind.__name__} has no {name!r}.{did_you_mean(name, defaults)}")
+        if isinstance(defaults[name], Real) and not isinstance(value, Real | None):
+            raise ValueError(f"{section}.{name} must be a number, or true or false, got {value!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

@@ -58,4 +58,5 @@ class PositionCollator:
         rng = random.Random(f"{self.seed}/{digest}")
         if self.kind == "randpos":
             return random_positions(rng, len(ids), self.target_length)
-        return skipped_positions(rng, len(ids), self.target_length, self.chunks)
+        # The last row of the packed documents may be short.
+        return skipped_positions(rng, len(ids), self.target_length, min(self.chunks, len(ids)))

@@ -156,7 +156,7 @@ def inspect_folder(options: RecipeOptions, *, restart: bool) -> RunFolder:
             f"{out} holds a run of rope_patch 0.3, whose own trainer TRL has replaced, so it cannot be resumed: choose "
             "another output, or --restart to delete that run"
         )
-    checkpoint = last_checkpoint(out / "work", below=int(options.train.get("max_steps", 0)))
+    checkpoint = last_checkpoint(out / "work", below=options.max_steps)
     results = None
     if (out / RESULTS_FILE).is_file() and any(out.glob("*.safetensors")):  # without weights it is run again
         results = read_json(out / RESULTS_FILE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.commands import invoke
 from support.recipe_runs import arguments, needs_trl, recipe
 from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,6 +115,15 @@ def test_a_step_in_shapes_alone(files):
     args = arguments(options)
     assert args.max_steps == options.train["max_steps"]
     assert training_plan(options, args).fits(141)
+
+
+@pytest.mark.full  # half a minute each
+@every_run
+def test_it_runs_at_its_smoke_size(files, tmp_path):
+    few = ("train.max_steps=1", "evaluation.lengths=256", "evaluation.before=false", f"output={tmp_path / 'out'}")
+    done = invoke("finetune", *files, "--smoke", *few)
+    assert done.exit_code == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "results.json").is_file()
 
 
 # --- what a header says

@@ -53,6 +53,12 @@ def test_positions_follow_from_the_seed_and_the_row_alone(kind):
     assert not torch.equal(other, batch)
 
 
+def test_the_short_row_at_the_end_of_the_documents_has_positions_too():
+    (positions,) = PositionCollator(default_collate, TARGET, chunks=3)(rows(1, 2))["position_ids"]
+    assert len(positions) == 2 and positions[1] > positions[0]
+    assert len(PositionCollator(default_collate, TARGET)(rows(1, 1))["position_ids"][0]) == 1
+
+
 def test_what_would_train_on_wrong_positions_is_refused():
     with pytest.raises(ValueError, match="longer than the target"):
         PositionCollator(default_collate, 20)(rows())
