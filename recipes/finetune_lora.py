@@ -123,7 +123,8 @@ def train(options: RecipeOptions, *, command: str = "", restart: bool = False, d
         # The model under its patch. From here on, a patch that is lost stops the run.
         model = load(options.model, weights=not dry_run)
         source = models.bundled_folder_or_name(options.model.name)
-        tokenizer = read_tokenizer(source, revision=options.model.revision)
+        hub = {"revision": options.model.revision, "trust_remote_code": options.model.trust_remote_code}
+        tokenizer = read_tokenizer(source, **hub)
         # Documents are longer than the model reads, and are packed into rows; this silences a warning about each.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         patch = models.patch_arguments(model, options)

@@ -71,9 +71,9 @@ def finetune(words: Sequence[str], train: Callable[..., Any] | None = None) -> i
     except Exception:
         print(file=sys.stderr)  # so that the message stands below the progress bar
         raise
+    if result.plan is not None:
+        print(result.plan.describe(options.gpu_memory))
     if options.dry_run:
-        if result.plan is not None:
-            print(result.plan.describe(options.gpu_memory))
         print(f"\n{to_yaml(recipe)}\ndry run: nothing was trained or written")
     if not result.results:  # only the first process has results, and prints
         return 0

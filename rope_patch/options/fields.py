@@ -165,8 +165,6 @@ class Option:
             value = float(value)
         elif self.kind is bool and not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
-        elif self.kind is dict and not isinstance(value, Mapping):
-            raise ValueError(f"{name} is a section of options, not a value: got {value!r}")
         elif value == "":
             raise ValueError(f"{name} is empty: leave it out, or give a value")
         elif self.kind in (Path, PathLike):

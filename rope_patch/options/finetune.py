@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, foreign_section, tokens, whole, word
-from rope_patch.options.shared import ImportOptions, Patching
+from rope_patch.options.shared import DTYPES, ImportOptions, Patching
 from rope_patch.runtime.text import parse_length
-
-PRECISIONS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class ModelOptions(OptionSet):
         "The data type of weights that are not quantized: bfloat16, float16 or float32.",
         "bfloat16",
         metavar="DTYPE",
-        choices=PRECISIONS,
+        choices=DTYPES[1:],
     )
     attention: str = word(
         "The attention kernel: sdpa, flash (flash_attention_2, a package of its own) or eager (it holds all scores).",

@@ -35,16 +35,13 @@ class EvaluationCallback(TrainerCallback):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate the model, log the numbers, and give them to the choice of the best checkpoint."""
-        numbers = {f"eval_{name}": value for name, value in scores_of(self.suite, self.trainer.model).items()}
+        model: Any = self.trainer.model
+        scores = metrics(evaluate_model(self.suite, model))
+        numbers = {f"eval_{name}": value for name, value in scores.items()}
         self.trainer.log(dict(numbers))
-        metrics.update(numbers)
-
-
-def scores_of(suite: EvalSuite, model: Any) -> dict[str, float]:
-    """Return the numbers that a Trainer logs, by name."""
-    return metrics(evaluate_model(suite, model))
+        kwargs["metrics"].update(numbers)
 
 
 class FiniteLossCallback(TrainerCallback):

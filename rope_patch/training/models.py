@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
-from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE
@@ -99,26 +98,17 @@ def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
         )
 
 
-def decoder_linears(model: PreTrainedModel) -> str:
-    """Return the regular expression of the projections of a model's text decoder, for ``target_modules`` of PEFT.
-
-    PEFT's own ``all-linear`` has those of a vision tower, too.
-    """
-    decoder: Any = decoder_path(model)[-1]
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    linears = [name for name, module in decoder.layers.named_modules() if isinstance(module, nn.Linear)]
-    names = {name.rpartition(".")[2]: None for name in linears if "attn" in name or "mlp" in name}
-    return rf"{re.escape(path)}\.layers\..*\.({'|'.join(map(re.escape, names))})"
-
-
 def lora_arguments(model: PreTrainedModel, options: RecipeOptions) -> dict[str, Any]:
-    """Return the arguments of PEFT's ``LoraConfig``: those of the options, and defaults for long contexts."""
+    """Return the arguments of PEFT's ``LoraConfig``: those of the options, and defaults for long contexts.
+
+    Only attention and MLP of the text decoder get an adapter; PEFT's ``all-linear`` alone has vision towers, too.
+    """
+    decoder = decoder_path(model)[-1]
+    path = next(name for name, module in model.named_modules() if module is decoder)
     arguments = {"r": 16, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM", "revision": options.model.revision}
     arguments["lora_alpha"] = 2 * options.lora_rank
-    arguments |= options.lora
-    if arguments["target_modules"] == ALL_LINEAR:
-        arguments["target_modules"] = decoder_linears(model)
-    return arguments
+    arguments["exclude_modules"] = rf"(?!{re.escape(path)}\.layers\..*(attn|mlp)).*"
+    return arguments | options.lora
 
 
 def training_plan(options: RecipeOptions, args: Any) -> Plan | None:

@@ -33,7 +33,7 @@ from rope_patch.patching.locate import locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.training import callbacks
-from rope_patch.training.evaluate_run import metrics, suite_of
+from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
 from rope_patch.training.finetune import finetune
 from rope_patch.training.runs import identity, last_checkpoint
 
@@ -324,7 +324,7 @@ def test_a_run_of_the_earlier_trainer_is_refused_in_words(tmp_path):
     assert finetune(options(tmp_path, *QUICK), restart=True).results["steps"] == 1
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [1, full(3)])
 def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
     from trl import SFTTrainer
 
@@ -460,11 +460,12 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     scores = iter([0.3, 0.9, 0.5, 0.4])
     weights = []
 
-    def scripted(suite, model):
+    def watched(suite, model):
         weights.append(next(p.clone() for n, p in model.named_parameters() if "lora_B" in n))
-        return {"score": next(scores)}
+        return evaluate_model(suite, model)
 
-    monkeypatch.setattr(callbacks, "scores_of", scripted)
+    monkeypatch.setattr(callbacks, "evaluate_model", watched)
+    monkeypatch.setattr(callbacks, "metrics", lambda result: {"score": next(scores)})
     words = ("evaluation.every=1", "evaluation.before=false", "train.save_total_limit=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path, *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -17,7 +18,7 @@ from rope_patch.checkpoints.adapters import read_record
 from rope_patch.options.finetune import ModelOptions
 from rope_patch.patching.locate import PatchError, locate
 from rope_patch.planning.shapes import shape_of
-from rope_patch.training.models import decoder_linears, is_quantized, lora_arguments, patch_arguments
+from rope_patch.training.models import is_quantized, lora_arguments, patch_arguments
 
 
 def asked_for(*words):
@@ -31,8 +32,9 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def hit(model):
-    """The modules that PEFT would give an adapter."""
-    return {name for name, _ in model.named_modules() if re.fullmatch(decoder_linears(model), name)}
+    """The modules that PEFT gives an adapter, by their names before."""
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**lora_arguments(model, asked_for("lora.r=2"))))
+    return {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
 
 
 def prepared(model, *words):
