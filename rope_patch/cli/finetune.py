@@ -46,11 +46,11 @@ def finetune(words: Sequence[str], train: Callable[..., Any] | None = None) -> i
 
     import datasets
     import torch
-    from transformers.trainer_utils import get_last_checkpoint
     from transformers.utils import logging as hf_logging
 
     from rope_patch.training.finetune import finetune as run
     from rope_patch.training.results import scores_table
+    from rope_patch.training.runs import last_checkpoint
 
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
     hf_logging.disable_progress_bar()  # hides the bar of loading weights; the Trainer's own stays
@@ -63,7 +63,7 @@ def finetune(words: Sequence[str], train: Callable[..., Any] | None = None) -> i
         result = run(recipe, train, command=command, restart=options.restart, dry_run=options.dry_run)
     except KeyboardInterrupt:
         work = recipe.output.expanduser() / "work"
-        if work.is_dir() and get_last_checkpoint(str(work)) is not None:
+        if last_checkpoint(work) is not None:
             print(f"\nCheckpoints are saved in {work}: the same command continues from the last.", file=sys.stderr)
         else:
             print("\nNothing is saved: it was interrupted before the first checkpoint.", file=sys.stderr)
