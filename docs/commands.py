@@ -1,7 +1,7 @@
-"""What is generated of the pages: commands, methods, the options of a recipe, and model families.
+"""What is generated of the pages: commands, methods, and model families.
 
-python docs/commands.py            # writes docs/commands.md, docs/families.md, recipes/configs/lora.yaml, and in
-                                   # docs/methods.md the tables of methods and their parameters
+python docs/commands.py            # writes docs/commands.md, docs/families.md, and in docs/methods.md the tables of
+                                   # methods and their parameters
 python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
@@ -16,22 +16,17 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rope_patch.frequencies import geometric
 from rope_patch.methods import METHODS, Method, field_help
 from rope_patch.methods.default import Default
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
-from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import options_from_dict, to_dict
 from rope_patch.tables import RotaryTable
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
 FAMILIES_PAGE = PAGE.with_name("families.md")
 ROOT = PAGE.parents[1]
-RECIPE = ROOT / "recipes" / "configs" / "lora.yaml"
 HEAD = """\
 # Command line
 
@@ -108,46 +103,6 @@ RESULTS = {
 LISTED = ("works", "no rotary table")
 """Results whose types are listed by name alone; types with another result are listed with the reason."""
 
-HEAD_OF_RECIPE = """\
-# Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
-# default: model.name, data.length and output. This file is made by `docs/commands.py`.
-#
-#   python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke
-#   python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER patch.method=yarn data.length=32k \\
-#       output=out
-#
-# Of several files, later ones replace values of earlier ones; key=value overrides (train.steps=100) replace both.
-"""
-
-
-def recipe() -> str:
-    """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
-    required = {"model": {"name": "llama"}, "data": {"length": "32k"}, "output": "build/finetuned"}
-    text = with_help(options_from_dict(RecipeOptions, required))
-    return HEAD_OF_RECIPE + text.replace("\n  length: 32k\n", "\n  # length: 32k\n")
-
-
-def with_help(options: OptionSet) -> str:
-    """Return options as YAML, with the help of each in a comment beside it, or above it if it is long."""
-    values, lines, section = to_dict(options), list[str](), ""
-    for leaf in leaves(type(options)):
-        own, _, name = leaf.key.rpartition(".")
-        if own != section:
-            section = own
-            lines += ["", f"{section}:"] if section else [""]
-        indent = "  " if own else ""
-        value = values[own][name] if own else values[name]
-        # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
-        stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
-        line = f"{indent}{name}: {stated}"
-        beside = f"{line:<31} # {leaf.help}"
-        if len(beside) <= 120:
-            lines.append(beside)
-        else:
-            mark = f"{indent}# "
-            lines += [*textwrap.wrap(leaf.help, 120, initial_indent=mark, subsequent_indent=mark), line]
-    return "\n".join(lines) + "\n"
-
 
 def page() -> str:
     """Return the page as Markdown."""
@@ -163,6 +118,8 @@ def section(name: str, kind: type[OptionSet]) -> str:
 def item(leaf: Option) -> str:
     """Return an option as an item of a list."""
     names = [f"`{flag}`" for flag in (*leaf.short, leaf.flag)]
+    if leaf.kind is dict:
+        names = [f"`{leaf.name}.KEY=VALUE`"]
     metavar = "" if leaf.positional or not leaf.metavar else f" *{leaf.metavar}*"
     hint = " Required." if leaf.default is MISSING else f" Default: `{leaf.shown}`." if leaf.shown else ""
     return f"- {', '.join(names)}{metavar}: {leaf.help}{hint}"
@@ -259,7 +216,7 @@ def untrained(method: str, checkpoint: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = {PAGE: page(), RECIPE: recipe(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
+    pages = {PAGE: page(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
     for path, text in pages.items():
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")

@@ -67,10 +67,10 @@ HOLDS = {
     "test_paths.py": "runtime/packaged",
     "evaluation/test_finished_work.py": "runtime/result_cache",
     "theory/test_theory.py": "theory",
-    "training/test_finetune.py": "training/models training/results training/runs training/trainer",
+    "training/test_finetune.py": "training/callbacks training/results training/runs",
     "modeling/test_prefill.py": "modeling/attention",
     "modeling/test_reader.py": "modeling/after_decoder",
-    "training/test_training.py": "modeling/training_loss",
+    "training/test_training.py": "training/checks",
 }
 
 MODULES = sorted(

@@ -137,18 +137,19 @@ def train_adapter(
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},
-        "data": {"length": training.row, "positions": training.positions},
+        "data": {"positions": training.positions},
         "train": {
-            "steps": training.steps,
-            "batch": 1,
-            "accumulate": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
+            "max_length": training.row,
+            "max_steps": training.steps,
+            "gradient_accumulation_steps": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
             "learning_rate": 4e-4,
-            "scheduler": "cosine",
-            "warmup": 0.1,
-            "precision": dtype,
-            "checkpointing": torch.accelerator.is_available(),
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": round(0.1 * training.steps),
+            "bf16": dtype == "bfloat16",
+            "fp16": dtype == "float16",
+            "gradient_checkpointing": torch.accelerator.is_available(),
             "seed": options.evaluation.seed,
-            "save_every": max(1, training.steps // 10),
+            "save_steps": max(1, training.steps // 10),
         },
         # The caller evaluates, by the same protocol as before the training.
         "evaluation": {

@@ -159,16 +159,6 @@ def chunk() -> Any:
     )
 
 
-def boundaries() -> Any:
-    """Return the field for whether documents of a row attend to each other."""
-    return word(
-        "Between documents of a row: join (documents attend to those before them) or apart (they do not; flash "
-        "attention needs no mask for that, sdpa needs one of length x length).",
-        "join",
-        choices=("join", "apart"),
-    )
-
-
 def gpu_memory() -> Any:
     """Return the field for the memory of a GPU, written as 24 or 24GB."""
     help = "The memory of one GPU in GiB, as nvidia-smi shows it."

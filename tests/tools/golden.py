@@ -391,7 +391,7 @@ def finetune(scratch: Path) -> Numbers:
 
     import rope_patch
 
-    recipe = rope_patch.data_path("recipes") / "configs" / "lora.yaml"
+    recipe = rope_patch.data_path("recipes") / "configs" / "first_run.yaml"
     _command("finetune", recipe, "--smoke", "--threads", 1, "patch.method=yarn:factor=4", f"output={scratch / 'run'}")
     report = json.loads((scratch / "run" / "results.json").read_text("utf-8"))
     weights = load_file(scratch / "run" / "adapter_model.safetensors")
