@@ -213,17 +213,18 @@ def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Ce
     return Cell(estimate, interval, style)
 
 
-def before_after(comparison: Comparison, chosen: str) -> DataTable:
-    """Return the scores of the unpatched model, of a chosen method, and their difference, at every length.
+def before_after(comparison: Comparison, chosen: str, lengths: Sequence[int] = ()) -> DataTable:
+    """Return the scores of the unpatched model, of a chosen method, and their difference.
 
     Args:
         comparison: the comparison, with the unpatched model as ``"default"``.
         chosen: the label of the chosen method.
+        lengths: the lengths that are shown; by default all [tokens].
     """
     before = comparison.scores[UNPATCHED]
     after = comparison.scores[chosen]
     rows: list[Cells] = []
-    for length in comparison.spec.lengths:
+    for length in lengths or comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):
             values = [_value(metric, span, before), _value(metric, span, after)]
             change = metric.difference(after, before, span)
