@@ -115,6 +115,10 @@ def _best(comparison: Comparison, column: Column) -> str:
         text += f"{best} ({value}) is best, but not separable from {names_text(equal, 3)}"
     if UNPATCHED in values:
         text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
+    within = [length for length in comparison.spec.lengths if length <= comparison.trained_length]
+    if metric.is_perplexity and within and UNPATCHED in values and best != UNPATCHED:
+        price = comparison.difference(best, UNPATCHED, metric.name, Span(within[-1], 0))
+        text += f". The price of {best}: {change_sentence(metric, price)} within {within[-1]} tokens"
     return f"{text}."
 
 

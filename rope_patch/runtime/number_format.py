@@ -50,6 +50,17 @@ def probability_text(logprob: float) -> str:
     return f"{share:.{digits}f} %"
 
 
+def kl_text(value: float) -> str:
+    """Return a KL divergence with four decimals; a smaller one is not written as 0.
+
+    >>> kl_text(0.0312), kl_text(3.2e-6)
+    ('0.0312', '3.2e-06')
+    """
+    if 0 < value < 1e-4:
+        return f"{value:.1e}"
+    return number_text(value, 4)
+
+
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     """Return a number for reports, with a minus sign instead of a hyphen, ∞ for infinity and a dash for NaN."""
     if math.isnan(value):
