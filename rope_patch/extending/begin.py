@@ -172,8 +172,8 @@ def describe(model: PreTrainedModel, start: Start, out: Path) -> list[str]:
     lines.append(f"needle: {' or '.join(suite.task for suite in start.suites)}")
     every = (len(start.methods) + 1) * start.seconds
     lines.append(
-        f"a window of {length} tokens takes {duration_text(start.seconds)} at the speed measured now, one under all "
-        f"methods and without one {duration_text(every)}"
+        f"a window of {length} tokens takes {duration_text(start.seconds)} at the speed measured now, "
+        f"{duration_text(every)} under all methods and the unpatched model"
     )
     in_all = duration_text(start.windows * start.seconds)
     lines.append(f"reads at most {start.windows * length:,} tokens in all, {in_all}")

@@ -127,12 +127,14 @@ def no_time(methods: Sequence[str], window: float, options: ExtendSettings) -> l
         options: the options of the run.
     """
     every = (len(methods) + 1) * window
+    count = count_text(len(methods), "method")
+    help = f"--budget {budget_text(every, options)}, in which what is finished is used again"
+    if len(methods) > 1:
+        help += f", or fewer methods: for one of them --budget {budget_text(2 * window, options)} will do"
     return [
         f"Nothing was written: a window of {options.length} tokens takes about {duration_text(window)} on this "
-        f"machine, {duration_text(every)} under all {len(methods)} methods and without one, for which --budget has no "
-        "time.",
-        f"What would help: --budget {budget_text(every, options)}, or fewer methods: for one of them --budget "
-        f"{budget_text(2 * window, options)} will do. What is finished is used again.",
+        f"machine, {duration_text(every)} under {count} and the unpatched model, for which --budget has no time.",
+        f"What would help: {help}.",
     ]
 
 
