@@ -177,6 +177,8 @@ def describe(model: PreTrainedModel, start: Start, out: Path) -> list[str]:
     )
     in_all = duration_text(start.windows * start.seconds)
     lines.append(f"reads at most {start.windows * length:,} tokens in all, {in_all}")
+    if start.windows <= len(start.methods):
+        lines.append("note: by this speed --budget has no time for one window under all methods")
     if options.train:
         lines.append(f"trains on {plan_training(model, options, start.trained_length, length / start.seconds)}")
     dtype = str(model.dtype).removeprefix("torch.")

@@ -124,7 +124,9 @@ def carry_out(
     measured, choice = decide(comparisons[-1], served, options, conditions=not options.train)
     chosen: Any = model
     if options.train and choice.method is not None:
-        training = plan_training(model, options, start.trained_length, options.length / clock.window)
+        # All processes train alike, though each has a time of its own.
+        speed: float = from_first_process(lambda: options.length / clock.window)
+        training = plan_training(model, options, start.trained_length, speed)
         adapter = train_adapter(model, tokenizer, choice.method, options, training, work, owned=owned)
         progress.say("measuring the adapted model")
         adapted: Any = load(adapter, **like(model)).eval()
