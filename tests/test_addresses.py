@@ -40,8 +40,9 @@ HOLDS = {
     "evaluation/test_spec_and_suite.py": "evaluation/suite evaluation/count_tokens",
     "evaluation/test_tasks.py": "evaluation/tasks/*",
     "evaluation/test_time_budget.py": "runtime/text",
-    "extending/test_extend.py": "extending/card extending/result extending/train_adapter extending/write_extended",
-    "extending/test_rounds.py": "extending/round_sizes",
+    "extending/test_choose.py": "extending/evidence extending/explain",
+    "extending/test_extend.py": "extending/begin extending/card extending/result extending/served_by "
+    "extending/train_adapter extending/write_extended",
     "gguf/test_gguf_patch.py": "gguf/patch runtime/gguf_file",
     "gguf/test_gguf_table.py": "gguf/table",
     "harness/test_lm_eval.py": "harness/model harness/tasks harness/command",

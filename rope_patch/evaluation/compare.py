@@ -274,6 +274,17 @@ def compare(
     for name, in_place in places.items():
         with in_place() as tables, progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=work), tables))
+    return comparison_of(model, suite, rows)
+
+
+def comparison_of(model: nn.Module, suite: Suite, rows: Sequence[Row]) -> Comparison:
+    """Return the comparison of rows that were measured on a suite.
+
+    Args:
+        model: the model as it was before any of the methods.
+        suite: the windows and prompts that all rows were measured on.
+        rows: the scores of the methods.
+    """
     record = locate(model).record
     environment_values = environment(model)
     if record is not None:

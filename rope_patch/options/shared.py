@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.options.fields import OptionSet, flag, option, path, tokens, whole, word
-from rope_patch.runtime.text import parse_duration, parse_memory
+from rope_patch.runtime.text import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -133,20 +133,6 @@ def method() -> Any:
         "and several methods are joined with +.",
         None,
         metavar="METHOD",
-    )
-
-
-def budget() -> Any:
-    """Return the field for the time that a run may take."""
-    return option(
-        "Roughly how long the run may take, such as 5m, 30m or 2h. To fit, it reads less text and fewer prompts, so "
-        "that results are less certain; the command says what is left out.",
-        None,
-        metavar="TIME",
-        read=parse_duration,
-        kind=int,
-        least=1,
-        unit="s",
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
 
 from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.metrics import METRICS, Span, change_sentence
 from rope_patch.reports import comparison as report
 from rope_patch.runtime import plots
 from rope_patch.runtime.page import render
@@ -84,6 +85,13 @@ class TestNumbers:
         patched = dataclasses.replace(comparison(UNPATCHED, GOOD), environment={"patch before": "yarn:factor=4"})
         words = render(report.page([patched]))
         assert "the model as it was given (yarn:factor=4) has 20.85" in words and "unpatched model has" not in words
+
+    def test_the_first_sentence_names_the_price_of_the_best(self):
+        """Over all positions within the trained 4 tokens, with its interval over the windows."""
+        compared = comparison(UNPATCHED, GOOD)
+        price = compared.difference(GOOD.label, "default", "perplexity", Span(4, 0))
+        first = report.summary(compared, compared.columns())[0]
+        assert change_sentence(METRICS["perplexity"], price) in first and "price" in first
 
     def test_the_answer_names_nothing_best_where_a_value_is_no_number(self):
         words = "".join(shown(row("default", [math.nan] * 4), GOOD).text)
