@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from rope_patch.evaluation.compare import UNPATCHED, Comparison, InPlace, Row, comparison_of, methods_in_turn
+from rope_patch.evaluation.compare import UNPATCHED, Comparison, InPlace, Row, comparison_of, methods_in_place
 from rope_patch.evaluation.finished_work import FinishedWork, finished_work
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.read_across_processes import reading_processes
@@ -118,7 +118,7 @@ def measure(
     windows = 0
     for number, (_, most) in enumerate(rounds):
         progress.say(f"round {number + 1} of {len(rounds)}: {', '.join(map(shortened, remaining))}")
-        places = methods_in_turn(model, [UNPATCHED, *remaining], suite.spec.longest)
+        places = methods_in_place(model, [UNPATCHED, *remaining], suite.spec.longest)
         known: dict[str, FinishedWork | None] = {}
         now = time.monotonic()
         ends = Clock(now + (clock.deadline - now) / (len(rounds) - number), clock.window, expected=False)

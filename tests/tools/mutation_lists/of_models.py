@@ -210,8 +210,8 @@ KV_CACHE = (
     Mutation(
         "kl_on_own_tokens_is_said_of_those_of_full_precision",
         "rope_patch/kv_evaluation/results.py",
-        "forced, own = (number_text(kl, 4)",
-        "own, forced = (number_text(kl, 4)",
+        "forced, own = map(kl_text",
+        "own, forced = map(kl_text",
     ),
     Mutation(
         "answers_of_another_cache_format_are_taken",

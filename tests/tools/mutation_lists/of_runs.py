@@ -35,12 +35,6 @@ EVALUATION = (
         "return [by_depth[depth] for depth in depths]",
         "return prompts",
     ),
-    Mutation(
-        "speed_of_whole_texts_is_taken_for_chunks",
-        "rope_patch/evaluation/time_budget.py",
-        "length=length, rows=rows, chunk=chunk)\n        # Where",
-        "length=length)\n        # Where",
-    ),
 )
 
 
