@@ -1,12 +1,13 @@
-"""What is generated of the pages: commands, parameters, the options of a recipe, measured methods, and model families.
+"""What is generated of the pages: commands, methods, and model families.
 
-python docs/commands.py            # writes docs/commands.md, docs/families.md, recipes/configs/lora.yaml and a table in
-                                   # docs/methods.md
+python docs/commands.py            # writes docs/commands.md, docs/families.md, and in docs/methods.md the tables of
+                                   # methods and their parameters
 python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -15,19 +16,17 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rope_patch.frequencies import geometric
 from rope_patch.methods import METHODS, Method, field_help
+from rope_patch.methods.default import Default
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import Option, OptionSet, leaves
-from rope_patch.options.finetune import RecipeOptions
-from rope_patch.options.yaml_and_json import options_from_dict, to_dict
+from rope_patch.tables import RotaryTable
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
 FAMILIES_PAGE = PAGE.with_name("families.md")
 ROOT = PAGE.parents[1]
-RECIPE = ROOT / "recipes" / "configs" / "lora.yaml"
 HEAD = """\
 # Command line
 
@@ -48,40 +47,13 @@ This page is made from the options by `docs/commands.py`.
 """
 
 
-HEAD_OF_PARAMETERS = """\
-## Parameters of the methods
+METHODS_HEAD = "| name | what it does to the table | written for transformers as |"
+PARAMETERS_HEAD = """\
+## Parameters
 
 A parameter is written behind the name of its method, as in `yarn:factor=4:beta_fast=16`. One that is shown without a
 default may be left out.
 """
-MEANINGS = {
-    "attention_factor": "the factor on cos and sin; left out, the method computes it",
-    "attention_scaling": "the factor on cos and sin; left out, the checkpoint's own",
-    "beta_fast": "pairs that make more full turns than this within the trained context keep their frequency",
-    "beta_slow": "pairs that make fewer full turns than this are divided by the whole factor",
-    "context": "pairs without a full turn within so many tokens stop; left out, the trained context",
-    "cutoff_low": "frequencies up to this one become 0; those between the two cutoffs become `floor` [rad/token]",
-    "cutoff_high": "frequencies from this one on stay [rad/token]",
-    "factor": "the new context divided by the stated one; left out, it follows from the target length",
-    "factors": "a divisor for each pair, fast to slow, joined by `/`; left out, all are 1",
-    "floor": "the frequency of the pairs between the two cutoffs [rad/token]",
-    "high_freq_factor": "pairs that make at least so many full turns keep their frequency",
-    "layer_type": "the layers whose table is replaced, for example `full_attention`; left out, all of them",
-    "low_freq_factor": "pairs that make at most so many full turns are divided by the whole factor",
-    "mscale": "with `mscale_all_dim`: DeepSeek's ratio on cos and sin",
-    "mscale_all_dim": "with `mscale`: DeepSeek's ratio on cos and sin",
-    "original_max_position_embeddings": "the context before any scaling; left out, the one that the checkpoint says",
-    "p": "the share of the pairs that rotate, rounded down to whole pairs",
-    "rope_theta": "the new base; 500000 where `factor` is left out, too",
-    "temperature": "attention logits are multiplied by `1 + temperature * ln(factor)`",
-    "truncate": "whether both ends of the ramp are rounded outwards to whole pairs",
-    "values": "a frequency for each pair, fast to slow, joined by `/` [rad/token]; left out, the checkpoint's own",
-    "abf factor": "in place of `rope_theta`: multiplies the checkpoint's base",
-    "longrope factor": "sets the default of `attention_factor` and nothing else",
-    "nope factor": "for `temperature`: the length of the texts divided by that of the training",
-}
-"""What a parameter does, by its name; where methods differ, by the names of both."""
-
 MEASURED_HEAD = "| method | llama 4× | gemma3 4× |"
 MEASURED = (
     "yarn:factor=4",
@@ -131,52 +103,10 @@ RESULTS = {
 LISTED = ("works", "no rotary table")
 """Results whose types are listed by name alone; types with another result are listed with the reason."""
 
-HEAD_OF_RECIPE = """\
-# Every option with its default, and what it does. Copy what you change; the rest may be left out. Three options have no
-# default: model.name, data.length and output. This file is made by `docs/commands.py`.
-#
-#   python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke
-#   python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER patch.method=yarn data.length=32k \\
-#       output=out
-#
-# Of several files, later ones replace values of earlier ones; key=value overrides (train.steps=100) replace both.
-"""
-
-
-def recipe() -> str:
-    """Return every option of a recipe as YAML; the length of the rows is a comment, since it must be chosen."""
-    required = {"model": {"name": "llama"}, "data": {"length": "32k"}, "output": "build/finetuned"}
-    text = with_help(options_from_dict(RecipeOptions, required))
-    return HEAD_OF_RECIPE + text.replace("\n  length: 32k\n", "\n  # length: 32k\n")
-
-
-def with_help(options: OptionSet) -> str:
-    """Return options as YAML, with the help of each in a comment beside it, or above it if it is long."""
-    values, lines, section = to_dict(options), list[str](), ""
-    for leaf in leaves(type(options)):
-        own, _, name = leaf.key.rpartition(".")
-        if own != section:
-            section = own
-            lines += ["", f"{section}:"] if section else [""]
-        indent = "  " if own else ""
-        value = values[own][name] if own else values[name]
-        # Dumped within a list and cut out of its brackets: a bare value would end with a line of three dots.
-        stated = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)[1:-2]
-        line = f"{indent}{name}: {stated}"
-        beside = f"{line:<31} # {leaf.help}"
-        if len(beside) <= 120:
-            lines.append(beside)
-        else:
-            mark = f"{indent}# "
-            lines += [*textwrap.wrap(leaf.help, 120, initial_indent=mark, subsequent_indent=mark), line]
-    return "\n".join(lines) + "\n"
-
 
 def page() -> str:
     """Return the page as Markdown."""
-    commands = [section(name, kind) for name, kind in COMMANDS.items()]
-    own = [method for method in METHODS.values() if method.__module__.startswith("rope_patch.")]
-    return "\n".join([HEAD, *commands, HEAD_OF_PARAMETERS, *map(parameters, own)])
+    return "\n".join([HEAD, *(section(name, kind) for name, kind in COMMANDS.items())])
 
 
 def section(name: str, kind: type[OptionSet]) -> str:
@@ -188,6 +118,8 @@ def section(name: str, kind: type[OptionSet]) -> str:
 def item(leaf: Option) -> str:
     """Return an option as an item of a list."""
     names = [f"`{flag}`" for flag in (*leaf.short, leaf.flag)]
+    if leaf.kind is dict:
+        names = [f"`{leaf.name}.KEY=VALUE`"]
     metavar = "" if leaf.positional or not leaf.metavar else f" *{leaf.metavar}*"
     hint = " Required." if leaf.default is MISSING else f" Default: `{leaf.shown}`." if leaf.shown else ""
     return f"- {', '.join(names)}{metavar}: {leaf.help}{hint}"
@@ -195,31 +127,64 @@ def item(leaf: Option) -> str:
 
 def parameters(method: type[Method]) -> str:
     """Return the part of one method: what it does, and its parameters."""
-    what = (method.__doc__ or "").strip().splitlines()[0].replace("``", "`")
-    lines = [f"### {method.name}", "", what, ""]
-    lines += [parameter(method.name, f) for f in fields(method)] or ["It has no parameters."]
+    lines = [f"### {method.name}", "", what_it_does(method), ""]
+    lines += [parameter(method, f) for f in fields(method)] or ["It has no parameters."]
     return "\n".join([*lines, ""])
 
 
-def parameter(method: str, f: Field[Any]) -> str:
-    """Return a parameter as an item of a list, with its bounds."""
+def parameter(method: type[Method], f: Field[Any]) -> str:
+    """Return a parameter as an item of a list, with its bounds, and what the docstring of its class says of it."""
     signs = {"above": ">", "least": "≥", "most": "≤"}
     bounds = [f"{sign} {f.metadata[key]:g}" for key, sign in signs.items() if f.metadata.get(key) is not None]
     within = f" ({', '.join(bounds)})" if bounds else ""
-    meaning = MEANINGS.get(f"{method} {f.name}") or MEANINGS.get(f.name)
-    return f"- `{field_help(f).removesuffix('=…')}`{within}" + (f": {meaning}." if meaning else "")
+    entry = rf"\n    {f.name}: (.*(?:\n {{8}}.*)*)"
+    found = [re.search(entry, inspect.cleandoc(cls.__doc__ or "")) for cls in method.__mro__]
+    said = next(filter(None, found), None)
+    if said is None:
+        sys.exit(f"{method.__name__} says nothing of {f.name}: its docstring needs it under Args")
+    meaning = re.sub(r"\s+", " ", said[1]).replace("``", "`")
+    return f"- `{field_help(f).removesuffix('=…')}`{within}: {meaning}"
 
 
 def methods_page() -> str:
-    """Return docs/methods.md with the measured table as the results have it."""
-    before, head, after = METHODS_PAGE.read_text(encoding="utf-8").partition(MEASURED_HEAD)
-    if not head:
-        sys.exit(f"{METHODS_PAGE} holds no table that begins with {MEASURED_HEAD}")
-    rows = [head, "|---|---:|---:|"]
+    """Return docs/methods.md with the methods as their classes say, and the measured table as the results have it."""
+    own = [method for method in METHODS.values() if method.__module__.startswith("rope_patch.")]
+    text = METHODS_PAGE.read_text(encoding="utf-8")
+    text = with_table(text, [METHODS_HEAD, "|---|---|---|", *map(in_the_list, own)])
+    rows = [MEASURED_HEAD, "|---|---:|---:|"]
     for method in MEASURED:
         cells = [untrained(method, checkpoint) for checkpoint in ("llama", "gemma3")]
         rows.append(f"| `{method.removesuffix(':factor=4')}` | {' | '.join(cells)} |")
+    return with_table(text, rows).partition(PARAMETERS_HEAD)[0] + "\n".join([PARAMETERS_HEAD, *map(parameters, own)])
+
+
+def with_table(text: str, rows: list[str]) -> str:
+    """Return a page with other rows in the table that has the first of these as its head."""
+    before, head, after = text.partition(rows[0])
+    if not head:
+        sys.exit(f"{METHODS_PAGE} holds no table that begins with {rows[0]}")
     return before + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
+
+
+def in_the_list(method: type[Method]) -> str:
+    """Return a method as a row of the list: the page with its formula, what it does, and how it is written."""
+    formula = f"\ndef {method.name}(i, f)"
+    pages = [page for page in sorted((ROOT / "docs" / "methods").glob("*.md")) if formula in page.read_text("utf-8")]
+    if not pages:
+        sys.exit(f"no page of docs/methods has the formula of {method.name}: def {method.name}(i, f)")
+    plain = RotaryTable(geometric(1e4, 8), 1.0, 1e4, "default", 4096, path="").plain()
+    encoding = method().for_target(plain, 16384 if method().needs_target else None).rope_parameters(plain)
+    form = "`longrope` form"
+    if method is Default:
+        form = "as found"
+    elif encoding is not None:
+        form = f"`{encoding['rope_type']}`"
+    return f"| [`{method.name}`](methods/{pages[0].name}) | {what_it_does(method)} | {form} |"
+
+
+def what_it_does(method: type[Method]) -> str:
+    """Return the first line of the docstring of a method."""
+    return (method.__doc__ or "").strip().splitlines()[0].replace("``", "`")
 
 
 def families_page() -> str:
@@ -251,7 +216,7 @@ def untrained(method: str, checkpoint: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = {PAGE: page(), RECIPE: recipe(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
+    pages = {PAGE: page(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
     for path, text in pages.items():
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")

@@ -23,6 +23,13 @@ PAGES = {"README.md": "start.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 
+def on_config(config: Any) -> Any:
+    """Add the pages of the methods to the navigation."""
+    (methods,) = [section["Methods"] for section in config["nav"] if "Methods" in section]
+    methods += [f"methods/{page.name}" for page in sorted((ROOT / "docs" / "methods").glob("*.md"))]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, and the results that pages link to."""
     made = {"api.md": api(), "ledger.md": runpy.run_path(str(ROOT / "docs" / "ledger.py"))["page"]()}

@@ -44,24 +44,24 @@ class Registry(UserDict[str, Entry]):
         self.needs = needs
         self.broken: dict[str, str] = {}
         """By the name of an entry point that could not be loaded: a sentence with the package and the reason."""
-        self._has_read_packages = False
+        self._has_loaded_packages = False
 
     def __contains__(self, name: object) -> bool:
         if name not in self.data:
-            self._read_packages()
+            self._load_packages()
         return name in self.data
 
     # UserDict asks this for a name that is not in `data`.
     def __missing__(self, name: str) -> Entry:
-        self._read_packages()
+        self._load_packages()
         return self.data[name]
 
     def __iter__(self) -> Iterator[str]:
-        self._read_packages()
+        self._load_packages()
         return iter(self.data)
 
     def __len__(self) -> int:
-        self._read_packages()
+        self._load_packages()
         return len(self.data)
 
     def add(self, name: str, entry: Entry) -> None:
@@ -96,10 +96,10 @@ class Registry(UserDict[str, Entry]):
             raise ValueError(self.broken[name])
         raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, self)} Known: {', '.join(self)}")
 
-    def _read_packages(self) -> None:
-        if self._has_read_packages:
+    def _load_packages(self) -> None:
+        if self._has_loaded_packages:
             return
-        self._has_read_packages = True  # set first: modules loaded here may ask the registry themselves
+        self._has_loaded_packages = True  # set first: modules loaded here may ask the registry themselves
         for entry in importlib.metadata.entry_points(group=self.group):
             try:
                 entry.load()

@@ -42,8 +42,9 @@ HOLDS = {
     "evaluation/test_spec_and_suite.py": "evaluation/suite evaluation/count_tokens",
     "evaluation/test_tasks.py": "evaluation/tasks/*",
     "evaluation/test_time_budget.py": "runtime/text",
-    "extending/test_extend.py": "extending/card extending/result extending/train_adapter extending/write_extended",
-    "extending/test_rounds.py": "extending/round_sizes",
+    "extending/test_choose.py": "extending/evidence extending/explain",
+    "extending/test_extend.py": "extending/begin extending/card extending/result extending/served_by "
+    "extending/train_adapter extending/write_extended",
     "gguf/test_gguf_patch.py": "gguf/patch runtime/gguf_file",
     "gguf/test_gguf_table.py": "gguf/table",
     "harness/test_lm_eval.py": "harness/model harness/tasks harness/command",
@@ -69,10 +70,10 @@ HOLDS = {
     "test_paths.py": "runtime/packaged",
     "evaluation/test_finished_work.py": "runtime/result_cache",
     "theory/test_theory.py": "theory",
-    "training/test_finetune.py": "training/models training/results training/runs training/trainer",
+    "training/test_finetune.py": "training/callbacks training/results training/runs",
     "modeling/test_prefill.py": "modeling/attention",
     "modeling/test_reader.py": "modeling/after_decoder",
-    "training/test_training.py": "modeling/training_loss",
+    "training/test_training.py": "training/checks",
 }
 
 MODULES = sorted(

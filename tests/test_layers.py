@@ -43,6 +43,7 @@ FOLDERS = (
     "planning",
     "training",
     "extending",
+    "integrations",
     "cli",
     "recipes",
     "eval_tasks",

@@ -63,7 +63,7 @@ LEAST = {
     "analyze": ["--tokens", "512", "--no-report"],
     "compare": ["--windows", "2", "--no-report"],
     "kv-check": ["--windows", "2", "--no-report"],
-    "finetune": ["train.steps=1", "evaluation.windows=1"],
+    "finetune": ["train.max_steps=1", "evaluation.windows=1"],
 }
 """What commands on a tiny model are given besides, so that they measure little; test_packaging.py has whole reports."""
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, twin
-from rope_patch.modeling.training_loss import fuse
 from rope_patch.patching.locate import locate
 
 MODES = {"float32": ("float32", "highest"), "tf32": ("float32", "high"), "bfloat16": ("bfloat16", "highest")}
@@ -115,27 +114,28 @@ def positions(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
 
 
 def loss(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
-    """Compare our loss and its gradient with those of transformers' own forward pass."""
+    """Compare the loss of TRL's head and its gradient with those of transformers' own forward pass."""
+    from trl.trainer.utils import add_fused_lm_head  # slow
+
     model = model_of(setting, MODELS[0], mode)
     ids = setting.ids(setting.size(4096, 300), model.config.vocab_size)[None]
     weight = model.model.norm.weight.requires_grad_(True)
     values, gradients = {}, {}
     try:
         with matmul_precision(MODES[mode][1]):
-            for side in ("transformers", "ours"):
-                if side == "ours":
-                    fuse(model)
-                value = model(input_ids=ids, labels=ids, use_cache=False).loss
+            add_fused_lm_head(model)
+            for side in ("transformers", "trl"):
+                value = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=side == "trl").loss
                 value.backward()
                 values[side], gradients[side] = float(value.detach()), weight.grad.clone()
                 weight.grad = None
     finally:
         weight.requires_grad_(False)
-        setting.drop()  # its forward pass was replaced by ours
+        setting.drop()  # its forward pass was replaced
     return {
         "loss": values,
-        "loss_difference": abs(values["ours"] - values["transformers"]),
-        "gradient of the last norm": difference(gradients["ours"], gradients["transformers"]),
+        "loss_difference": abs(values["trl"] - values["transformers"]),
+        "gradient of the last norm": difference(gradients["trl"], gradients["transformers"]),
     }
 
 

@@ -236,12 +236,13 @@ class SecondStep(training.Clock):
 
 
 def step(side: str, model: Any, tokens: int) -> dict[str, float]:
-    """Take a LoRA step of one row through our trainer or transformers' own; return what the second step counted."""
+    """Take a LoRA step of one row through TRL's trainer or transformers' own; return what the second step counted."""
+    fold_tiles_at_once()
     model = get_peft_model(model, LoraConfig(r=training.RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     rows = [{"input_ids": ids, "labels": ids} for ids in (ids_of(n) for n in (WARM_UP, tokens))]
     clock = SecondStep("cuda")
     with tempfile.TemporaryDirectory() as folder:
-        training.trainer_of(model, rows, folder, clock, ours=side == "ours", optim="adamw_torch", bf16=True).train()
+        training.trainer_of(model, rows, folder, clock, trl=side == "trl", optim="adamw_torch", bf16=True).train()
     return clock.counted
 
 
@@ -258,10 +259,26 @@ SIDES: dict[tuple[str, str], Callable[[Any, int], Any]] = {
     ("kv_pass", "plain"): read,
     ("analyze", "ours"): analyze,
     ("analyze", "hooks"): read_by_hooks,
-    ("lora_step", "ours"): partial(step, "ours"),
+    ("lora_step", "trl"): partial(step, "trl"),
     ("lora_step", "trainer"): partial(step, "trainer"),
 }
 CELLS: list[Cell] = [(length, *side) for length in LENGTHS for side in SIDES]
+
+
+def fold_tiles_at_once() -> None:
+    """Price TRL's loss as its kernels for a GPU do it: a tile of logits is read once, and written over once.
+
+    Without Triton, as here, TRL folds a tile by a dozen operations, and sums products of matrices in float32.
+    """
+    from trl.kernels import chunked_logprob
+
+    def forward(tile: Tensor, _: int, targets: Tensor, largest: Tensor, total: Tensor, *__: Any, **___: Any) -> None:
+        largest.copy_(tile.amax(-1))
+        total.fill_(1.0)
+
+    chunked_logprob._forward_tile = forward
+    chunked_logprob._backward_tile = lambda tile, *_, **__: tile.mul_(0.5)
+    chunked_logprob._addmm_fp32 = lambda total, a, b: total.add_(torch.mm(a, b))
 
 
 def begin() -> None:

@@ -11,16 +11,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
 from gpu_stages.flops import step_flops
 from measuring import forget_peak, peak_of, synchronize
 from rope_patch.planning import Plan, plan
-from rope_patch.training.trainer import LongTrainer
 
 MODEL = "Llama-3.1-8B"
 RANK = 16
@@ -68,7 +75,7 @@ class ClockAfterFirst(Clock):
 
 
 def trainer_of(
-    model: Any, rows: list[dict[str, Any]], folder: str, clock: Clock, *, ours: bool = True, **options: Any
+    model: Any, rows: list[dict[str, Any]], folder: str, clock: Clock, *, trl: bool = True, **options: Any
 ) -> Trainer:
     """Return a trainer that takes one step for each row, with gradient checkpointing.
 
@@ -77,10 +84,16 @@ def trainer_of(
         rows: the rows, each with ``input_ids`` and ``labels``.
         folder: the folder that the trainer may write to.
         clock: the callback that times the steps, on the device where they run.
-        ours: whether the trainer is this package's; otherwise it is that of transformers.
-        options: further arguments of ``TrainingArguments``.
+        trl: whether the trainer is TRL's, as in the recipe; otherwise it is that of transformers.
+        options: further arguments of the trainer.
     """
-    args = TrainingArguments(
+    from trl import SFTConfig, SFTTrainer  # slow
+
+    kind: type[TrainingArguments] = TrainingArguments
+    if trl:
+        kind = SFTConfig
+        options |= {"max_length": None}
+    args = kind(
         folder,
         per_device_train_batch_size=1,
         max_steps=len(rows),
@@ -94,8 +107,15 @@ def trainer_of(
         use_cpu=clock.device == "cpu",
         **options,
     )
-    if ours:
-        trainer: Trainer = LongTrainer(model, args, rows)
+    if trl:
+        tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+        columns = {name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")}
+        trainer: Trainer = SFTTrainer(
+            model,
+            args,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=tokenizer,
+        )
     else:
         trainer = Trainer(model, args, train_dataset=rows)
     trainer.add_callback(clock)

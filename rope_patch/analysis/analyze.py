@@ -162,8 +162,7 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
             (
                 layer.offset_mass[:, 0],
                 layer.offset_mass[:, 1],
-                # fmax ignores NaN, which stands for what was not measured.
-                torch.fmax(layer.induction_mass, layer.repeated_mass).nan_to_num(),
+                layer.induction_mass.nan_to_num(),
                 torch.maximum(layer.first_mass, layer.sink_mass),
                 # A head that spreads its attention over all keys looks for nothing.
                 layer.content_mass / (1 + layer.entropy),

@@ -1,9 +1,10 @@
 """Measure where the heads of a model attend while it reads: attention mass by distance, sinks, induction.
 
 No fused kernel returns its weights, and none of these numbers needs all of them. Attended values, the sums of
-exponentials and what each key draws come from fused kernels; the weights near a query, on the first key and on keys
-that match are computed one by one from the sums. Sliding windows and soft caps, which no kernel here knows, and states
-that no kernel takes, are read a block of queries at a time. Nothing is as large as ``(heads, tokens, tokens)``.
+exponentials and what each key draws come from fused kernels; the weights near a query, on the first key and on the
+key that induction finds are computed one by one from the sums. Sliding windows and soft caps, which no kernel here
+knows, and states that no kernel takes, are read a block of queries at a time. Nothing is as large as ``(heads, tokens,
+tokens)``.
 
 *Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5, for diagonal and previous-token heads; Gu et al.,
 arXiv:2410.10781, for sinks; Olsson et al., arXiv:2209.11895, for induction (their prefix matching).
@@ -95,7 +96,7 @@ def measuring_heads(model: nn.Module, rows: Tensor) -> Iterator[HeadSums]:
     count = root.config.get_text_config().num_hidden_layers
     sums = HeadSums(rows, count)
     repeated = repeated_tokens(rows)[None]
-    on_repeated = HeadSums(repeated, count)
+    on_repeated = HeadSums(repeated, count, is_repeated=True)
     with in_eval_mode(model), torch.no_grad():
         # A model whose attention is another shows it on 64 tokens, before the whole text is read.
         _check_reproduced(root, decoder_path(root)[0], rows[0, :64].to(device_of(embedding)))
@@ -259,7 +260,9 @@ def _by_blocks(
 ) -> _Attended:
     """Attend a block of queries at a time, by their weights; the arguments are those of :func:`_by_kernels`."""
     heads, tokens, _ = query.shape
-    size = _queries_at_once(heads, min(tokens, logits.window + MOST_QUERIES), query.device)
+    bytes_at_once = WEIGHTS_BLOCK_BYTES.get(query.device.type, LARGE_WEIGHTS_BLOCK_BYTES)
+    bytes_of_query = 4 * heads * min(tokens, logits.window + MOST_QUERIES)  # float32
+    size = max(1, min(MOST_QUERIES, bytes_at_once // bytes_of_query))
     places = torch.arange(tokens, device=query.device)
     attended = _Attended(
         values=torch.empty(*query.shape[:2], value.shape[-1], device=query.device),
@@ -290,63 +293,11 @@ def _by_blocks(
     return attended
 
 
-def _queries_at_once(heads: int, keys: int, device: torch.device) -> int:
-    """Return for how many queries weights of a number of keys are computed at one time."""
-    most = WEIGHTS_BLOCK_BYTES.get(device.type, LARGE_WEIGHTS_BLOCK_BYTES)
-    return max(1, min(MOST_QUERIES, most // (4 * heads * keys)))  # float32
-
-
 AttentionInterface.register(ATTENTION_NAME, _attend)
 AttentionMaskInterface.register(ATTENTION_NAME, window_alone)
 
 
 # --- the sums --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Matches:
-    """The queries of a row that see keys whose previous token is their own token, and these keys.
-
-    The first key of a text has no token before it, and the key of the query itself does not count.
-
-    Attributes:
-        blocks: the positions of a few queries and of keys, and which queries match which keys: (queries,), (keys,) and
-            (queries, keys) bool.
-        count: the number of queries that see any.
-        even: the sum over them of the weight that even attention would put on these keys.
-    """
-
-    blocks: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    count: int
-    even: float
-
-
-def _matches(ids: Tensor, first: int, window: int, heads: int, device: torch.device) -> _Matches:
-    """Find the matches of a row (tokens,) from a first query on, which are few: both sides are sorted by token."""
-    tokens = len(ids)
-    places = torch.arange(tokens)
-    order = ids.argsort(stable=True)
-    sorted_places = (ids * tokens + places)[order]
-    # The previous token of a key stands at least two places before a query that may match it.
-    begin = torch.searchsorted(sorted_places, ids * tokens + (places - window).clamp_min(0))
-    end = torch.searchsorted(sorted_places, ids * tokens + (places - 1).clamp_min(0))
-    found = (end - begin).clamp_min(0)
-    queries = order[(found[order] > 0) & (order >= first)]
-    keys = order[order < tokens - 1] + 1
-    before = ids[keys - 1].contiguous()
-    there, queries_there, keys_there = (x.to(device) for x in (ids, queries, keys))
-    blocks = []
-    low = 0
-    while low < len(queries):
-        high = min(low + MOST_QUERIES, len(queries))
-        left, right = torch.searchsorted(before, ids[queries[[low, high - 1]]] + torch.tensor([0, 1])).tolist()
-        high = min(high, low + _queries_at_once(heads, right - left, device))
-        at, of = queries_there[low:high], keys_there[left:right]
-        distance = at[:, None] - of
-        blocks.append((at, of, (there[at, None] == there[of - 1]) & (distance > 0) & (distance < window)))
-        low = high
-    even = found[queries] / (queries + 1).clamp_max(window)
-    return _Matches(tuple(blocks), len(queries), float(even.double().sum()))
 
 
 class HeadSums:
@@ -355,26 +306,20 @@ class HeadSums:
     Args:
         rows: (rows, tokens) the token ids of the text.
         count: the number of layers of the model.
+        is_repeated: whether the second half of each row repeats the first, token by token.
     """
 
-    def __init__(self, rows: Tensor, count: int) -> None:
+    def __init__(self, rows: Tensor, count: int, *, is_repeated: bool = False) -> None:
         self.rows = rows
         self.count = count
+        self.is_repeated = is_repeated
         self.first_query = min(FIRST_COUNTED_QUERY, rows.shape[1] // 2)
         self.layers: dict[int, _LayerSums] = {}
         self.repeated: HeadSums | None = None
-        self._matches: dict[Any, _Matches] = {}
 
     def layer(self, index: int, window: int) -> _LayerSums:
         """Return the sums of a layer that sees a window of tokens."""
         return self.layers.setdefault(index, _LayerSums(self, index, window))
-
-    def matches(self, row: int, window: int, heads: int, device: torch.device) -> _Matches:
-        """Return the matches of a row, which layers share."""
-        key = (row, window, heads, device)
-        if key not in self._matches:
-            self._matches[key] = _matches(self.rows[row], self.first_query, window, heads, device)
-        return self._matches[key]
 
     def result(self) -> Heads:
         """Return the means over all queries that are counted, after waiting for a GPU once for each data type.
@@ -397,7 +342,7 @@ class HeadSums:
         if self.repeated is not None:
             again = self.repeated.result().layers
             layers = tuple(
-                replace(one, repeated_mass=two.induction_mass) for one, two in zip(layers, again, strict=True)
+                replace(one, induction_mass=two.induction_mass) for one, two in zip(layers, again, strict=True)
             )
         return Heads(layers, tuple(sorted(set(range(self.count)) - set(self.layers))))
 
@@ -415,7 +360,6 @@ class _LayerSums:
         self.text = text
         self.index = index
         self.window = window
-        self.matches: list[_Matches] = []
         self.rows: list[dict[str, Tensor]] = []
         """Sums over the queries of each row (heads, …) by the names of the means, and its sinks."""
 
@@ -431,8 +375,6 @@ class _LayerSums:
         heads, tokens, _ = query.shape
         if len(self.rows) == len(self.text.rows):
             raise ValueError(f"attention layer {self.index} is called more than once in a pass")
-        matches = self.text.matches(len(self.rows), self.window, heads, query.device)
-        self.matches.append(matches)
         start = self.text.first_query
 
         def weights(queries: slice, keys: slice) -> Tensor:
@@ -449,9 +391,9 @@ class _LayerSums:
             offset[:, distance] = near.sum(1)
             drawn[:, keys] += near
         induction = query.new_zeros(heads)
-        for at, of, match in matches.blocks:
-            block = logits.of(query[:, at] @ key[:, of].mT) - attended.logsum[:, at, None]
-            induction += block.exp().masked_fill(~match, 0.0).sum((1, 2))
+        if self.text.is_repeated:
+            half = tokens // 2
+            induction = weights(slice(half, tokens), slice(1, half + 1)).sum(1)
         places = torch.arange(tokens, device=device_of_sums(query.device)).double()
         given_far, drawn_far = (far.to(places.device).double() for far in (attended.given_far, attended.drawn_far))
         weight, place, sinks = self._sinks(attended.drawn_far, drawn)
@@ -506,12 +448,15 @@ class _LayerSums:
             )
         offsets = torch.arange(OFFSETS)
         offset_count = (tokens - offsets.clamp_min(start)).clamp_min(0) * (offsets < self.window)
-        matched = sum(row.count for row in self.matches)
         # Of the sinks of all rows, the strongest.
         weight, keep = torch.cat(list(stacked["sink_weight"]), 1).topk(stacked["sink_weight"].shape[2])
         position = torch.cat(list(stacked["sink_position"]), 1).gather(1, keep)
         token = self.text.rows[keep // weight.shape[1], position]
-        unknown = torch.full_like(sums["induction"], torch.nan)
+        induction = torch.full_like(sums["induction"], torch.nan)
+        half = tokens // 2
+        # The match is half - 1 tokens back.
+        if self.text.is_repeated and half <= self.window:
+            induction = sums["induction"] / (rows * half)
         return LayerHeads(
             index=self.index,
             offset_mass=sums["offset"] / (rows * offset_count).clamp_min(1),
@@ -521,9 +466,7 @@ class _LayerSums:
             sink_position=position.masked_fill(weight == 0, -1),
             sink_token=token.masked_fill(weight == 0, -1),
             sink_weight=weight.double(),
-            induction_mass=sums["induction"] / matched if matched else unknown,
-            induction_chance=unknown.new_tensor(sum(row.even for row in self.matches) / max(matched, 1)),
-            repeated_mass=unknown,
+            induction_mass=induction,
             distance=(sums["offset"] @ offsets.double() + sums["distance"]) / sums["given"].clamp_min(TINY),
             entropy=(sums["entropy"] / (rows * (tokens - start))).clamp_min(0),
         )

@@ -42,12 +42,9 @@ class LayerHeads:
             there are no more [tokens].
         sink_token: (heads, top) the token ids at these positions.
         sink_weight: (heads, top) the mean weight that they draw from queries at least ``SINK_DISTANCE`` tokens behind.
-        induction_mass: (heads,) mean weight on keys whose previous token equals the query's token, over the queries
-            that have any; nan when none has.
-        induction_chance: () the weight that even attention would put on these keys.
-        repeated_mass: (heads,) the induction mass on random tokens twice in a row, where nothing but induction can know
-            what follows; nan when the text is too short for it: a match at most ``OFFSETS`` back could be a matter of
-            distance.
+        induction_mass: (heads,) mean weight on the key whose previous token equals the query's token, in random tokens
+            twice in a row, where nothing but induction can know what follows; nan where the layer's window is shorter,
+            or the text is too short for it: a match at most ``OFFSETS`` back could be a matter of distance.
         distance: (heads,) mean distance of attention [tokens].
         entropy: (heads,) mean entropy of the weights [nats].
     """
@@ -61,8 +58,6 @@ class LayerHeads:
     sink_token: Tensor
     sink_weight: Tensor
     induction_mass: Tensor
-    induction_chance: Tensor
-    repeated_mass: Tensor
     distance: Tensor
     entropy: Tensor
 
@@ -73,7 +68,7 @@ class LayerHeads:
 
     @property
     def content_mass(self) -> Tensor:
-        """Attention that goes neither to near keys, nor to sinks, nor to induction: (heads,)."""
+        """Attention that goes neither to near keys nor to sinks, less the induction mass: (heads,)."""
         sinks = torch.maximum(self.first_mass, self.sink_mass)
         return self.key_mass - self.offset_mass.sum(1) - sinks - self.induction_mass.nan_to_num()
 
@@ -81,8 +76,7 @@ class LayerHeads:
         """Return what a head does with most of its attention.
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
-        first token alone is not enough), ``"learned sink"`` (which has no key), ``"induction"`` (on the text, less what
-        chance puts there, or on repeated tokens).
+        first token alone is not enough), ``"learned sink"`` (which has no key), ``"induction"``.
 
         Args:
             head: the index of the query head.
@@ -97,8 +91,7 @@ class LayerHeads:
         if 1 - float(self.key_mass[head]) >= TYPE_SHARE:
             types.append("learned sink")
         # NaN stands for what was not measured, and counts as no attention.
-        on_text = self.induction_mass[head] - self.induction_chance
-        if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= TYPE_SHARE:
+        if float(self.induction_mass[head].nan_to_num()) >= TYPE_SHARE:
             types.append("induction")
         return tuple(types)
 
@@ -115,7 +108,7 @@ class Heads(OfLayers):
 
     layers: tuple[LayerHeads, ...]
     others: tuple[int, ...] = ()
-    schema: ClassVar[str] = "heads 5"
+    schema: ClassVar[str] = "heads 6"
 
     def positional(self) -> dict[tuple[int, int], int]:
         """Return the distance of each head that puts most of its attention at one, by layer and head [tokens]."""

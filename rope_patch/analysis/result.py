@@ -29,7 +29,12 @@ from rope_patch.runtime.captions import count_text, names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
-SCHEMA = 6
+SCHEMA = 7
+LIGHT_SHARE = 0.05
+"""Share of the logits below which pairs may be stopped, as far as their norms tell."""
+LEAST_PEAK = 4.0
+"""Ratio of the largest feature of keys to the mean norm of a pair above which one scale for a key rounds the others by
+a quarter of its levels or more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +117,12 @@ class Analysis:
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return the main findings, a sentence each: positional heads, outliers, what p-RoPE would stop, the cache."""
+    """Return the main findings, a sentence each: positional heads, outliers, what p-RoPE would stop, what to choose."""
     sentences = [_positional(analysis), *bias_sentences(analysis.biases)]
     sentences += [outlier_sentence(analysis.capture, pairs, states) for states, pairs in analysis.pairs.items()]
     if analysis.p_sweep:
         sentences.append(_stopped(analysis))
-    return [*sentences, _cache(analysis)]
+    return [*sentences, _what_to_choose(analysis)]
 
 
 def _positional(analysis: Analysis) -> str:
@@ -153,18 +158,35 @@ def _stopped(analysis: Analysis) -> str:
     )
 
 
-def _cache(analysis: Analysis) -> str:
+def _what_to_choose(analysis: Analysis) -> str:
+    """Return what the findings say for p, the format of a cache and the layers, and what they cannot tell."""
+    parts = []
+    light = [point.p for point in analysis.p_sweep if point.logit_share < LIGHT_SHARE]
+    if light:
+        parts.append(f"p of {min(light):g}, the smallest that stops less than {LIGHT_SHARE:.0%} of the logits")
+    elif analysis.p_sweep:
+        parts.append(f"no p-RoPE: each p that was tried stops {LIGHT_SHARE:.0%} of the logits or more")
+    layers = sorted({layer for layer, _ in analysis.heads.positional()})
+    if layers:
+        parts.append(f"rotation in layers {ranges_text(layers)}, which have positional heads")
     peaks = [layer.key.largest.amax(1) / layer.key.mean_norm.mean(1) for layer in analysis.capture.layers]
+    ratio = float(torch.cat(peaks).median())
+    scale = "one scale for a whole key will do"
+    if ratio > LEAST_PEAK:
+        scale = "one scale for a whole key would round all other features coarsely, so take scales by block or channel"
+    parts.append(
+        f"a cache format for keys whose largest feature is {ratio:.0f} times the mean norm of a pair (median over "
+        f"heads): {scale}"
+    )
     return (
-        f"In a cache the largest feature of a key head is {float(torch.cat(peaks).median()):.0f} times the mean norm "
-        "of its pairs (median over heads): one scale for a whole key must cover it and rounds all others coarsely. "
-        "rope-patch kv-check measures which formats hold."
+        f"What to choose: {'; '.join(parts)}. What that costs no statistic tells: rope-patch compare measures p, "
+        "rope-patch kv-check formats."
     )
 
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     measured = analysis.heads.layer(layer)
-    names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "repeated_mass", "distance", "entropy")
+    names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "distance", "entropy")
     return {
         "layer": layer,
         "head": head,

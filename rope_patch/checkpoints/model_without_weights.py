@@ -20,9 +20,6 @@ from rope_patch.checkpoints.source_files import (
 from rope_patch.gguf.table import read_gguf
 from rope_patch.runtime.folders import is_gguf
 
-MOST_LAYERS = 10_000
-"""A config that states more layers is refused: far more than any model has, and building them takes minutes."""
-
 
 def model_without_weights(
     source: str | Path, *, beside_adapter: bool = False, checked: bool = True, **options: Any
@@ -51,9 +48,6 @@ def model_without_weights(
     config = load_config(source, **options)
     if checked:
         check_older_keys(config_json(source, **options), source)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(f"{source}: num_hidden_layers must be at most {MOST_LAYERS}, its config says {layers}")
     with torch.device("meta"), naming_checkpoint(source):
         model: PreTrainedModel = auto_class(config.model_type).from_config(
             config, trust_remote_code=options.get("trust_remote_code")

@@ -70,11 +70,25 @@ def on_device(device: Any) -> dict[str, Any]:
     They are not held in host memory first. On a CPU there are none: some quantized weights refuse to be sent there.
 
     Args:
-        device: a device of torch or its name, or ``"balanced"``.
+        device: a device of torch or its name, ``"balanced"``, or the device of each module.
     """
     if str(device).startswith("cpu"):
         return {}
     return {"device_map": device}
+
+
+def placement(model: Any) -> Any:
+    """Return where a model lies: its device, or the device of each module where they lie on several."""
+    spread = getattr(model, "hf_device_map", None) or {}
+    if len(set(spread.values())) > 1:
+        return spread
+    return model.device
+
+
+def like(model: Any) -> dict[str, Any]:
+    """Return the arguments with which ``from_pretrained`` loads another model as this one was: where, and in what."""
+    attention = model.config._attn_implementation
+    return {"dtype": model.dtype, "attn_implementation": attention, **on_device(placement(model))}
 
 
 def cache_scales(source: str | Path) -> Iterator[str]:

@@ -28,6 +28,6 @@ def demo(options: DemoOptions) -> int:
     model = str(data_path("assets") / options.shape)
     methods = " ".join(("yarn", "nope") if options.quick else DEMO_METHODS)
     arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods]
-    arguments += ["--threads", str(options.threads), "--force"]
+    arguments += ["--threads", str(options.threads), "--budget", "90s", "--force"]
     print(f"$ {shlex.join(['rope-patch', 'extend', *arguments])}", file=sys.stderr)
     return extend(parse_words(ExtendOptions, arguments))

@@ -11,11 +11,12 @@ from typing import Any
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, how_to_load
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, working_together
-from rope_patch.cli.printing import command_line, print_json, resumable, show_page
-from rope_patch.extending.choose_method import NEEDLES, RANKING
-from rope_patch.extending.extend import Run
+from rope_patch.cli.printing import command_line, print_json, resumable, show_page, show_table
+from rope_patch.extending.begin import begin, describe
+from rope_patch.extending.explain import RULES
+from rope_patch.extending.extend import carry_out, work_folder
 from rope_patch.extending.result import Extended
-from rope_patch.extending.write_extended import check_output, trained_by_extend
+from rope_patch.extending.write_extended import check_output, record, trained_by_extend
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.patching.config_settings import settings_of
 from rope_patch.patching.install import rebase, restore
@@ -39,7 +40,7 @@ def extend(options: ExtendOptions) -> int:
     if text is not None and not Path(text).exists():
         raise FileNotFoundError(f"no file or folder {text}")
     prepare(settings.machine)
-    work = output.with_name(f"{output.name}.work")
+    work = work_folder(output)
     # What ends before the first measurement deletes the folder, unless an earlier run left its own there.
     fresh = not work.exists()
     with working_together(work, [RESULT_CACHE, "comparison.json"]) as first, contextlib.ExitStack() as unused:
@@ -48,34 +49,29 @@ def extend(options: ExtendOptions) -> int:
         if (work / RESULT_CACHE).exists():
             progress.say(f"{work} holds measurements of an earlier run, which are used where they fit")
         model = _load(settings)
-        run = Run(model, load_tokenizer(settings.model), settings, output)
-        run.say_what_the_model_is()
-        rounds, training = run.plan()
-        for line in run.describe(rounds, training):
+        tokenizer = load_tokenizer(settings.model)
+        start = begin(model, tokenizer, settings)
+        for line in describe(model, start, output):
             progress.say(line)
         if options.dry_run:
             progress.say("dry run: nothing was measured or written")
             return 0
         unused.pop_all()  # what is measured from now on serves the next run
-        with resumable(work / RESULT_CACHE), progress.bar(run.tokens(rounds), hidden=options.as_json or not first):
-            outcome = run.finish(overwrite=options.force)
+        total = start.windows * settings.length
+        with resumable(work / RESULT_CACHE), progress.bar(total, hidden=options.as_json or not first):
+            outcome = carry_out(model, tokenizer, start, output, overwrite=options.force, owned=True)
     if not first:
         return 0
-    if options.report:
-        pages.write((outcome.output or outcome.work) / "report.html", _page(outcome), command_line())
+    report_page = (outcome.output or work) / "report.html"
+    if options.report and outcome.comparisons:
+        pages.write(report_page, _page(outcome), command_line())
     if options.as_json:
-        print_json(
-            {
-                "output": None if outcome.output is None else str(output),
-                "chosen": outcome.choice.label,
-                "reason": outcome.choice.reason,
-                "cost": outcome.choice.cost,
-                "unconfirmed": outcome.choice.unconfirmed,
-                "advice": list(outcome.choice.advice),
-            }
-        )
+        print_json(record(outcome))
     else:
-        _print(outcome)
+        _print(outcome, options.verbose)
+        if report_page.exists():
+            print(f"all rounds and scores: {report_page} (or add -v)")
+        print(f"all measurements: {work}, for another run; it may be deleted")
     return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
 
 
@@ -104,24 +100,23 @@ def _load(settings: ExtendSettings) -> Any:
 
 def _page(outcome: Extended) -> Page:
     """Return the choice and the rounds as a page, the last round first: it is the one that decided."""
-    choice = outcome.choice
-    rounds = outcome.comparisons
     evidence: list[Part] = []
-    if choice.label is not None:
-        evidence.append(report.before_after(outcome.comparison, choice.label))
-        evidence += [Note(f"{one.label}: {failure}.") for one in choice.evaluated for failure in one.failures]
-    note = Note(f"{RANKING}. {NEEDLES}.")
-    section = Section("The choice", choice.verdict, [*evidence, note])
-    page = report.page(rounds, title=f"A longer context: {outcome.options.length} tokens", folded=True)
+    if outcome.choice and outcome.choice.label:
+        evidence.append(report.before_after(outcome.comparison, outcome.choice.label))
+    section = Section("The choice", outcome.verdict, [*evidence, Note(f"{RULES}.")])
+    page = report.page(outcome.comparisons, title=f"A longer context: {outcome.options.length} tokens", folded=True)
     sections = [replace(one, title=f"Round {n}, {one.title}") for n, one in enumerate(page.sections, 1)]
     return replace(page, sections=[section, *reversed(sections)])
 
 
-def _print(outcome: Extended) -> None:
-    """Print the choice with its price, the scores, and what was written."""
-    show_page(_page(outcome))
-    if outcome.output is None:
-        print(f"the measurements are in {outcome.work}, and a changed command uses them again")
+def _print(outcome: Extended, verbose: bool) -> None:
+    """Print the choice with its price, the scores at two lengths, or all of them, and what was written."""
+    if verbose and outcome.comparisons:
+        show_page(_page(outcome))
     else:
+        print(outcome)
+        if outcome.choice and outcome.choice.label:
+            ends = [outcome.trained_length, outcome.options.length]
+            show_table(report.before_after(outcome.comparison, outcome.choice.label, ends))
+    if outcome.output is not None:
         print(f"wrote {outcome.output}: {how_to_load(outcome.output)} loads it")
-        print(f"the measurements stay in {outcome.work} for another run, and may be deleted")

@@ -181,5 +181,5 @@ def say_tokens(model: Any, tokens: int, length: int, *, rows: int = 1, chunk: in
     from rope_patch.evaluation.time_budget import speed
     from rope_patch.runtime.captions import duration_text
 
-    seconds = tokens / speed(model, length, None, rows=rows, chunk=chunk)
+    seconds = tokens / speed(model, length, rows=rows, chunk=chunk)
     print(f"reads {tokens:,} tokens, about {duration_text(seconds)} at the speed measured now", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -41,7 +41,6 @@ def parse_words(kind: type[T], words: Sequence[str]) -> T:
     """
     known = list(leaves(kind))
     written, rest = _divided(kind, known, words)
-    by_name = {leaf.key: leaf for leaf in known}
     sources = [str(word) for word in written.pop(("config",), ())]
     for word in rest:
         if word.startswith("-"):
@@ -55,7 +54,7 @@ def parse_words(kind: type[T], words: Sequence[str]) -> T:
 
         import_modules(modules)
     # Flags come last, and replace values of files.
-    values = {path: value for word in sources for path, value in _stated(word, by_name)} | written
+    values = {path: value for word in sources for path, value in _stated(word, kind)} | written
     required = [leaf for leaf in known if leaf.default is MISSING and leaf.path not in values]
     missing = [leaf.flag if leaf.positional else f"{leaf.flag} {leaf.metavar}" for leaf in required]
     if missing:
@@ -100,6 +99,8 @@ def _divided(
     # argparse takes -16k for an option, unlike -16: then it would say that the option before has no value.
     parser._negative_number_matcher = re.compile("-[0-9.]")
     for i, option in enumerate(known):
+        if option.kind is dict:
+            continue
         hint = ""
         if option.shown:
             hint = f" (default: {option.shown})"
@@ -141,7 +142,7 @@ _Words.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|)$
 _Words.add_constructor("tag:yaml.org,2002:null", lambda *_: None)
 
 
-def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _stated(word: str, kind: type[OptionSet]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the options that a YAML file or a word ``key=value`` states, with their values.
 
     Raises:
@@ -150,11 +151,11 @@ def _stated(word: str, known: Mapping[str, Option]) -> Iterator[tuple[tuple[str,
     """
     name, equals, text = word.partition("=")
     if equals:
-        return stated(known, {name: None if text == "null" else text})
+        return stated(kind, {name: None if text == "null" else text})
     try:
         values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{word} is no YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{word} must hold options of the form name: value")
-    return stated(known, values, f"{word}: ")
+    return stated(kind, values, f"{word}: ")

@@ -88,7 +88,7 @@ def show_page(page: Page) -> None:
             if isinstance(part, Note):
                 explain(part.text)
             elif isinstance(part, DataTable) and not part.folded:
-                show(_rich_table(part))
+                show_table(part)
                 explain(part.caption, "dim")
 
 
@@ -121,8 +121,8 @@ def write_and_show(
         print(f"wrote {', '.join(files)} in {options.output}")
 
 
-def _rich_table(shown: DataTable) -> Table:
-    """Return a table of rich, whose cells are broken between words alone: a part of a number reads like a number."""
+def show_table(shown: DataTable) -> None:
+    """Print a table, whose cells are broken between words alone: a part of a number reads like a number."""
     table = new_table(*shown.columns, title=escape(shown.title))
     for column, below in zip(table.columns, zip(*shown.cells, strict=True), strict=False):
         words = " ".join(f"{cell.text} {cell.note}" for cell in below).split()
@@ -140,7 +140,7 @@ def _rich_table(shown: DataTable) -> Table:
             if cell.note:
                 texts[-1].append(f"\n{cell.note}", style="dim")
         table.add_row(*texts)
-    return table
+    show(table)
 
 
 @contextlib.contextmanager

@@ -268,12 +268,23 @@ def compare(
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
     """
     suite = as_suite(spec, tokenizer)
-    places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
+    places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     work = open_work(model, resume)
     rows = []
     for name, in_place in places.items():
         with in_place() as tables, progress.stage(name):
             rows.append(Row(name, suite.run(model, resume=work), tables))
+    return comparison_of(model, suite, rows)
+
+
+def comparison_of(model: nn.Module, suite: Suite, rows: Sequence[Row]) -> Comparison:
+    """Return the comparison of rows that were measured on a suite.
+
+    Args:
+        model: the model as it was before any of the methods.
+        suite: the windows and prompts that all rows were measured on.
+        rows: the scores of the methods.
+    """
     record = locate(model).record
     environment_values = environment(model)
     if record is not None:
@@ -289,7 +300,7 @@ def compare(
     )
 
 
-def methods_in_turn(
+def methods_in_place(
     model: nn.Module, methods: Sequence[MethodLike], target_length: int, **options: Any
 ) -> dict[str, InPlace]:
     """Return by the string of each method what puts it into a model within a ``with`` block and gives its tables.

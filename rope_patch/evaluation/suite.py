@@ -15,7 +15,7 @@ from rope_patch.evaluation.count_tokens import check_tasks, tokens_to_read
 from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.perplexity.result import PerplexityResult
-from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
@@ -167,7 +167,7 @@ class EvalSuite(Suite):
         self.prompts = PromptMaker(
             tokenizer,
             haystack or spec.haystack or Haystack(whole_text(self.source), self.text_name),
-            turns=chat_turns(tokenizer, spec.chat_template),
+            frame=chat_frame(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
         for task in spec.tasks:

@@ -1,4 +1,4 @@
-"""Measures how fast a model reads, which tells how long a command takes and how much ``extend`` reads in a time."""
+"""Measures how fast a model reads, which tells how long a command takes."""
 
 from __future__ import annotations
 
@@ -8,57 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.evaluation.finished_work import Resume, open_work
 from rope_patch.evaluation.read_across_processes import reading_processes
 from rope_patch.modeling.reader import Reader, losses
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.patching.locate import device_of
 from rope_patch.runtime.parallel import from_first_process
-from rope_patch.runtime.result_cache import key
 
-DEFAULT_WORK = {"cpu": 1.2e13, "cuda": 1e16}
-"""Product of parameters and tokens that ``extend`` reads by default, by device. On a CPU it allows 89k tokens with a
-model of 135M parameters, which takes two cores about seven minutes in bfloat16 (200 tokens a second); on a GPU it
-allows 1.2M tokens with a model of 8B parameters. Of other devices, none of which was measured, a tenth is assumed."""
 SHORTEST_ROW = 128
 """Length of the first row that the speed is measured on [tokens]."""
 MEASURING_SECONDS = 8.0
 """Approximate time spent on measuring the speed [s]; one row of the shortest length is read in any case."""
-FILLED_SHARE = 0.85
-"""Share of the given time that is planned; the rest is a reserve."""
 
 
-def default_tokens(model: nn.Module) -> int:
-    """Return how many tokens ``extend`` reads if no time is given: the larger the model, the fewer."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return int(DEFAULT_WORK.get(device_of(model).type, 1e15) / parameters)
-
-
-def speed(model: nn.Module, length: int, resume: Resume, *, rows: int = 1, chunk: int | None = None) -> float:
-    """Return how many tokens all processes read in a second; a resumed command gets what it measured at first.
+def speed(model: nn.Module, length: int, *, rows: int = 1, chunk: int | None = None) -> float:
+    """Return how many tokens all processes read in a second.
 
     Args:
         model: the model that is measured.
         length: length of the longest row that will be read, whose tokens take the most time [tokens].
-        resume: where the measured speed is stored, with other finished work.
         rows: number of rows in a batch.
         chunk: length of a forward pass [tokens]; None for whole rows.
     """
-    work = open_work(model, resume)
-
-    def measure() -> float:
-        if work is None:
-            return tokens_per_second(model, length, rows=rows, chunk=chunk)
-        # A speed that is measured anew would differ, and with it the windows and prompts: a resumed command would find
-        # none of its results.
-        name = key(what="speed", weights=work.weights, length=length, rows=rows, chunk=chunk)
-        # Where nothing else is finished there is nothing to find, and the machine may have been busy at that time.
-        if name not in work.values or set(work.values) == {name}:
-            work.values[name] = tokens_per_second(model, length, rows=rows, chunk=chunk)
-        return float(work.values[name])
-
     # The first process measures for all, because all have to plan the same work.
-    measured: float = from_first_process(measure)
+    measured: float = from_first_process(lambda: tokens_per_second(model, length, rows=rows, chunk=chunk))
     return measured * reading_processes(model)
 
 

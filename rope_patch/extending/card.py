@@ -10,14 +10,12 @@ from huggingface_hub import metadata_load
 
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
-from rope_patch.engines.programs import PROGRAMS
-from rope_patch.evaluation.compare import UNPATCHED, row_name
+from rope_patch.evaluation.compare import UNPATCHED
 from rope_patch.evaluation.intervals import POPULATION
-from rope_patch.extending.choose_method import NEEDLES, RANKING
+from rope_patch.extending.explain import RULES
 from rope_patch.extending.result import Extended
-from rope_patch.patching.verify import shortened
 from rope_patch.reports.comparison import before_after
-from rope_patch.runtime.captions import names_text, windows_text
+from rope_patch.runtime.captions import windows_text
 from rope_patch.runtime.page import markdown_table
 from rope_patch.version import __version__
 
@@ -25,7 +23,7 @@ CARD_TEMPLATE = """---
 {head}---
 # {base}, {outcome.options.length} tokens
 
-**The price**: {outcome.choice.cost}.{unconfirmed}
+{verdict}
 
 `{base}`, trained at {outcome.trained_length} tokens, with the rotary table of `{method}` for {outcome.options.length}.
 {training}
@@ -37,21 +35,17 @@ tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```
 
 Plain transformers loads it: in a process without rope_patch its logits for a probe text were equal, bit for bit, to
-those of the patched model in memory. {programs}
-
-## Why this method
-
-{outcome.choice.reason}. {basis}.
-
-Measured and not chosen: {others}.
+those of the patched model in memory.
 
 ## Scores
 
 {scores}
 
-Text: {text}. {needles}. A prompt counts as answered if greedy decoding
-gives the right answer (exact match).
-Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
+Text: {text}. A needle lies in each window within the trained context, and is asked for at every length; a prompt counts
+as answered if greedy decoding gives the right answer (exact match). Changes are against the model before, on the same
+windows and prompts, with 95 % intervals. {population}
+
+Measured and not chosen: {others}. {rules}.
 
 {warnings}
 ## How it was made
@@ -77,8 +71,9 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         source: the folder with the card of the checkpoint that was extended, if it has one.
     """
     options = outcome.options
-    choice = outcome.choice
     comparison = outcome.comparison
+    choice = outcome.choice
+    assert choice is not None and choice.chosen is not None  # a refusal has no card
     theirs = _front_matter(source)
     theirs.pop("model-index", None)  # the scores of the base
     tags = theirs.get("tags") or []
@@ -91,51 +86,34 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         base = Path(base).name
     elif base.count("/") == 1:  # a repository of the hub, which shows it as the base of this model
         head["base_model"] = base
-    assert choice.chosen is not None  # a refusal has no card
-    chosen = choice.chosen
-    weights = comparison.environment.get("weights")
     done = ""
+    weights = comparison.environment.get("weights")
     if weights:
         done = f"Its weights come from a GGUF file: {weights}.\n"
-    if chosen.trained:
+    if choice.chosen.trained:
         done += f"Its weights were trained with LoRA on {outcome.training}, and the adapter merged.\n"
-    measured = {row.label: row for one in outcome.comparisons for row in one.rows}
-    others = [
-        f"`{row_name(shortened(row.method), row.trained)}`"
-        for label, row in measured.items()
-        if label not in (UNPATCHED, chosen.label)
-    ]
-    unconfirmed = ""
-    if choice.unconfirmed:
-        unconfirmed = f"\n\n**Unconfirmed**: {choice.unconfirmed}."
+    labels = dict.fromkeys(row.label for one in outcome.comparisons for row in one.rows)
+    others = [f"`{label}`" for label in labels if label not in (UNPATCHED, choice.label)]
+    base_sentence = ""
+    if base_card(source) is not None:
+        base_sentence = BASE_SENTENCE
     return CARD_TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         loader=loader_name(options.model),
         base=base,
         outcome=outcome,
-        method=shortened(chosen.method),
+        verdict="\n\n".join(outcome.verdict).replace(str(outcome.output), '"THIS FOLDER"'),
+        method=choice.chosen.name,
         training=done,
-        programs=programs_of(outcome),
-        basis=RANKING,
-        unconfirmed=unconfirmed,
+        rules=RULES,
         others=", ".join(others) or "nothing else",
-        scores=markdown_table(before_after(comparison, chosen.label)),
+        scores=markdown_table(before_after(comparison, str(choice.label))),
         text=f"{comparison.text_name}, {windows_text(comparison.spec.windows or 0, comparison.spec.longest)}",
-        needles=NEEDLES,
         population=POPULATION,
         warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         version=__version__,
-        base_card="" if base_card(source) is None else BASE_SENTENCE,
+        base_card=base_sentence,
     )
-
-
-def programs_of(outcome: Extended) -> str:
-    """Return what other programs compute from the folder."""
-    if not outcome.programs:
-        names = names_text([program.name for program in PROGRAMS.values()])
-        return f"{names} compute the same table from its config."
-    sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
-    return f"Other programs (`rope-patch doctor` shows all):\n{sentences}"
 
 
 def base_card(source: Path) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.modeling.identity import model_hash
@@ -31,6 +32,9 @@ ROWS_PER_STEP = 8
 
 MODEL_COPY = "model"
 """Name of the folder beside the adapter that holds the model which is trained."""
+
+TRAINING_SHARE = 0.5
+"""Share of a budget that is for the training."""
 
 STEP_COST = 4.0
 """How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""
@@ -63,16 +67,18 @@ class Training:
         return text
 
 
-def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, tokens: int | None) -> Training:
+def plan_training(model: PreTrainedModel, options: ExtendSettings, trained_length: int, speed: float) -> Training:
     """Return the rows to train on: those that fit into memory and time.
 
     Args:
         model: the model in memory.
         options: the options of the run.
         trained_length: the context that the model was trained with [tokens].
-        tokens: the number of tokens that the model could read in the time of the training; None for
-            :data:`DEFAULT_ROWS` [tokens].
+        speed: how many tokens the model reads in a second.
     """
+    tokens = None
+    if options.budget is not None:
+        tokens = TRAINING_SHARE * options.budget * speed
 
     def rows(length: int) -> int:
         if options.train_rows:
@@ -110,6 +116,8 @@ def train_adapter(
     options: ExtendSettings,
     training: Training,
     work: Path,
+    *,
+    owned: bool = False,
 ) -> Path:
     """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
 
@@ -121,6 +129,8 @@ def train_adapter(
         options: the options of the run.
         training: the rows that are trained on, and the number of steps.
         work: the folder in which the adapter's folder is made.
+        owned: whether nobody needs the model any more when it is saved, so that its weights are freed: the recipe
+            loads a model of its own.
     """
     from rope_patch.training.finetune import finetune
 
@@ -137,18 +147,19 @@ def train_adapter(
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},
-        "data": {"length": training.row, "positions": training.positions},
+        "data": {"positions": training.positions},
         "train": {
-            "steps": training.steps,
-            "batch": 1,
-            "accumulate": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
+            "max_length": training.row,
+            "max_steps": training.steps,
+            "gradient_accumulation_steps": max(1, ROWS_PER_STEP // processes()[1]),  # each process reads as many
             "learning_rate": 4e-4,
-            "scheduler": "cosine",
-            "warmup": 0.1,
-            "precision": dtype,
-            "checkpointing": torch.accelerator.is_available(),
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": round(0.1 * training.steps),
+            "bf16": dtype == "bfloat16",
+            "fp16": dtype == "float16",
+            "gradient_checkpointing": torch.accelerator.is_available(),
             "seed": options.evaluation.seed,
-            "save_every": max(1, training.steps // 10),
+            "save_steps": max(1, training.steps // 10),
         },
         # The caller evaluates, by the same protocol as before the training.
         "evaluation": {
@@ -166,14 +177,15 @@ def train_adapter(
     with patched(model, method, target_length=options.length):
         identity = key(recipe=recipe, model=model_hash(model), vocabulary=tokenizer.get_vocab())
     folder = work / f"adapter-{identity[:8]}"
-    # The recipe loads a model of its own, which needs the room on the GPU; torch would keep what is freed for itself.
-    device: Any = model.device
-    to: Any = model.to  # transformers wraps it without its types
-    to("cpu")
+    if owned:
+        free_weights(model)
+    finetune(options_from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
+    return folder
+
+
+def free_weights(model: nn.Module) -> None:
+    """Free the weights of a model for good, whoever still holds the model itself."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.new_empty(0)
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    try:
-        finetune(options_from_dict(RecipeOptions, recipe | {"output": folder}), command="rope-patch extend")
-    finally:
-        to(device)
-    return folder

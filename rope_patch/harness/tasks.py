@@ -12,7 +12,7 @@ from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
-from rope_patch.evaluation.retrieval.chat_template import turns_of
+from rope_patch.evaluation.retrieval.chat_template import frame_of
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.fields import COUNT
@@ -97,7 +97,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
                 "--system_instruction and --num_fewshot out"
             )
         if kwargs.get("apply_chat_template"):
-            self._make_documents(turns=turns_of(kwargs["chat_template"]))
+            self._make_documents(frame=frame_of(kwargs["chat_template"]))
         super().build_all_requests(**{**kwargs, "cache_requests": False})
 
 
@@ -112,7 +112,7 @@ def retrieval_documents(
     depths: Sequence[float] | float,
     seed: int,
     haystack: str,
-    turns: tuple[str, str] | None = None,
+    frame: tuple[str, str] | None = None,
     **rest: Any,
 ) -> Documents:
     """Return the prompts of :func:`rope_patch.evaluation.retrieval.measure.retrieval`, sample by sample.
@@ -124,7 +124,7 @@ def retrieval_documents(
         depths: the depths of the needles, as shares of the haystack.
         seed: the seed from which haystacks and needles are drawn.
         haystack: the text around the needles: ``noise``, ``builtin``, or the path of a file or folder.
-        turns: the texts before and after the user's turn in a chat, as
+        frame: the texts before and after the user's turn in a chat, as
             :class:`~rope_patch.evaluation.retrieval.prompts.PromptMaker` takes them; None without a chat.
         **rest: further metadata, among them the arguments of the model, which name the tokenizer.
 
@@ -133,7 +133,7 @@ def retrieval_documents(
     """
     refuse_misspelled(rest)
     COUNT.checked("samples", samples)
-    maker = _prompt_maker(tokenizer_arguments(rest), haystack, turns)
+    maker = _prompt_maker(tokenizer_arguments(rest), haystack, frame)
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
@@ -236,11 +236,11 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=2)
-def _prompt_maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] | None) -> PromptMaker:
+def _prompt_maker(arguments: TokenizerArguments, haystack: str, frame: tuple[str, str] | None) -> PromptMaker:
     tokenizer, prefix = load_tokenizer(arguments)
-    if turns is not None and tokenizer.bos_token is not None and turns[0].startswith(tokenizer.bos_token):
+    if frame is not None and tokenizer.bos_token is not None and frame[0].startswith(tokenizer.bos_token):
         prefix = ()  # lm-eval adds no token where the text begins with it
-    return PromptMaker(tokenizer, haystack, prefix=prefix, turns=turns)
+    return PromptMaker(tokenizer, haystack, prefix=prefix, frame=frame)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

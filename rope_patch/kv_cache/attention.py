@@ -35,7 +35,7 @@ PADDED = "quantized caches take no rows that are padded on the left: read such r
 
 
 @dataclass(eq=False)
-class _Reading:
+class _Attending:
     """A model that attends through :func:`attend`.
 
     Attributes:
@@ -57,16 +57,16 @@ def attending_by(run: SchemeRun, model: nn.Module) -> Iterator[None]:
         run: the run, with the plan of each layer.
         model: the model of transformers.
     """
-    reading: _Reading = attention_state(model) or _Reading()
-    if not reading.runs:
-        reading.end.enter_context(attending_with(model, ATTENTION_NAME, reading))
-    reading.runs.append(run)
+    attending: _Attending = attention_state(model) or _Attending()
+    if not attending.runs:
+        attending.end.enter_context(attending_with(model, ATTENTION_NAME, attending))
+    attending.runs.append(run)
     try:
         yield
     finally:
-        reading.runs.remove(run)
-        if not reading.runs:
-            reading.end.close()
+        attending.runs.remove(run)
+        if not attending.runs:
+            attending.end.close()
 
 
 def attend(
@@ -80,15 +80,15 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the cache of the present run, with the arguments of transformers' ``AttentionInterface``."""
-    reading: _Reading | None = attention_state(module)
-    if reading is None:
+    attending: _Attending | None = attention_state(module)
+    if attending is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} attends with position_bias: quantized caches know none")
     sinks = kwargs.get("s_aux")  # a logit of each head that has no key, as gpt-oss learns it
     rows, heads, size, width = query.shape
     index = int(module.layer_idx)  # type: ignore[arg-type]
-    store = _store(reading.runs, index, size, key, value)
+    store = _store(attending.runs, index, size, key, value)
     run = store.run
     total = store.raw_keys.shape[-2]
     # All blocks that the last query reads quantized; for earlier queries _frozen tells which of them already are.

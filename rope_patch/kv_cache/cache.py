@@ -52,17 +52,17 @@ class CacheMaker:
 
 
 @contextlib.contextmanager
-def recording_turns(location: Location, run: SchemeRun) -> Iterator[None]:
+def recording_cos_sin(location: Location, run: SchemeRun) -> Iterator[None]:
     """Record the latest cos and sin that a model's rotary module returns within a ``with`` block.
 
     Args:
         location: the location of the model's rotary module.
-        run: the run in whose ``turns`` they are recorded.
+        run: the run in whose ``cos_sin`` they are recorded.
     """
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        run.turns[kind] = location.layout.pairs(output)
+        run.cos_sin[kind] = location.layout.pairs(output)
 
     handle = location.module.register_forward_hook(note, with_kwargs=True)
     try:
@@ -110,7 +110,7 @@ def quantized(
     run = SchemeRun(plan_layers(layers or find_attention_layers(model), planned))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recording_turns(location, run))
+        stack.enter_context(recording_cos_sin(location, run))
         stack.callback(decoder_path(root)[0].register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         # Full precision is computed by the model's own attention, so that it is the same bit for bit.
         if exact and {planned.key.format, planned.value.format} != {"none"}:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from rope_patch.kv_cache.plans import LayerPlan, Turn
+from rope_patch.kv_cache.plans import CosSin, LayerPlan
 
 NAMES = ("keys", "values", "raw_keys", "raw_values")
 """The tensors of a layer: as they are read, and in full precision."""
@@ -24,23 +24,23 @@ class SchemeRun:
 
     Attributes:
         plans: the plan of each layer, by its index.
-        turns: cos and sin of the tokens that are being read, by layer type.
+        cos_sin: cos and sin of the tokens that are being read, by layer type.
         observe: function that is called with the index of each layer, its queries, keys and values, and the factor on
             its logits.
     """
 
     plans: Mapping[int, LayerPlan]
-    turns: dict[str | None, Turn] = field(default_factory=dict)
+    cos_sin: dict[str | None, CosSin] = field(default_factory=dict)
     observe: Callable[[int, Tensor, Tensor, Tensor, float], object] | None = None
 
-    def turn(self, plan: LayerPlan, rows: int) -> Turn | None:
+    def cos_sin_of(self, plan: LayerPlan, rows: int) -> CosSin | None:
         """Return cos and sin of the tokens that are being read, for so many rows; None if the plan needs none."""
         kind = plan.layer.table.layer_type
-        if not plan.needs_turn:
+        if not plan.needs_cos_sin:
             return None
-        if kind not in self.turns:
+        if kind not in self.cos_sin:
             raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
-        cos, sin = (part.expand(rows, -1, -1) for part in self.turns[kind])
+        cos, sin = (part.expand(rows, -1, -1) for part in self.cos_sin[kind])
         return cos, sin
 
 
@@ -123,19 +123,19 @@ class QuantizedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add the states of new tokens, and return those of all tokens as the first of the new queries sees them."""
         start = self.get_seq_length()
-        turn = self.run.turn(self.plan, len(key_states))
+        cos_sin = self.run.cos_sin_of(self.plan, len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.turn = turn
+            self.cos_sin = cos_sin
             self.rooms = {
                 name: Room(states) for name, states in zip(NAMES, (key_states, value_states) * 2, strict=True)
             }
         else:
             for name, states in zip(NAMES, (key_states, value_states) * 2, strict=True):
                 self.rooms[name].write(start, states)
-            if turn is not None and self.turn is not None:
-                cos, sin = (torch.cat(pair, dim=1) for pair in zip(self.turn, turn, strict=True))
-                self.turn = cos, sin
+            if cos_sin is not None and self.cos_sin is not None:
+                cos, sin = (torch.cat(pair, dim=1) for pair in zip(self.cos_sin, cos_sin, strict=True))
+                self.cos_sin = cos, sin
         self._show()
         # The first of the new queries sees the tokens before it and itself.
         self.freeze(start + 1)
@@ -169,11 +169,11 @@ class QuantizedLayer(DynamicLayer):
         heads = raw.shape[1]
         blocks = raw.reshape(count, heads, -1, size, raw.shape[-1])
         blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
-        turn = None
-        if self.turn is not None:
-            cos, sin = (part[:, low:high].reshape(-1, size, part.shape[-1]) for part in self.turn)
-            turn = cos, sin
-        quantized = self.plan.quantize(name, blocks, turn)
+        cos_sin = None
+        if self.cos_sin is not None:
+            cos, sin = (part[:, low:high].reshape(-1, size, part.shape[-1]) for part in self.cos_sin)
+            cos_sin = cos, sin
+        quantized = self.plan.quantize(name, blocks, cos_sin)
         quantized = quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2)
         self.rooms[name].write(low, quantized.reshape(raw.shape))
         self.frozen[name] = ready
@@ -205,8 +205,8 @@ class QuantizedLayer(DynamicLayer):
             return
         self.rooms = {name: Room(rows(room.states)) for name, room in self.rooms.items()}
         self._show()
-        if self.turn is not None:
-            self.turn = rows(self.turn[0]), rows(self.turn[1])
+        if self.cos_sin is not None:
+            self.cos_sin = rows(self.cos_sin[0]), rows(self.cos_sin[1])
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Return a copy that shares the run, and the tensors until either is written to."""

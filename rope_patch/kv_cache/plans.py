@@ -16,7 +16,7 @@ from rope_patch.runtime.captions import ranges_text
 
 Tokens = TypeVar("Tokens", int, Tensor)
 
-Turn = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """cos and sin of the pairs at the positions of some tokens: (rows, tokens, pairs) each."""
 
 
@@ -41,7 +41,7 @@ class LayerPlan:
     exact: Tensor | None = None
 
     @property
-    def needs_turn(self) -> bool:
+    def needs_cos_sin(self) -> bool:
         """Whether keys are quantized with the help of cos and sin at their positions."""
         return self.sides["keys"].pre or self.offset is not None
 
@@ -70,25 +70,25 @@ class LayerPlan:
         first = self.scheme.sinks + 1
         return self.frozen(name, first) == first
 
-    def quantize(self, name: str, states: Tensor, turn: Turn | None) -> Tensor:
+    def quantize(self, name: str, states: Tensor, cos_sin: CosSin | None) -> Tensor:
         """Return blocks of keys or values, (blocks, heads, tokens, head_dim), as they are read back.
 
         Args:
             name: ``"keys"`` or ``"values"``.
             states: the blocks; keys are rotated.
-            turn: cos and sin at the positions of the tokens, if :attr:`needs_turn`; otherwise None.
+            cos_sin: cos and sin at the positions of the tokens, if :attr:`needs_cos_sin`; otherwise None.
         """
         side = self.sides[name]
-        if name == "values" or (not self.needs_turn and self.exact is None):
+        if name == "values" or (not self.needs_cos_sin and self.exact is None):
             return self._round(name, states)
         x = at_least_float(states)
         if side.pre:
-            x = self._rotate(x, turn, back=True)
+            x = self._rotate(x, cos_sin, back=True)
         apart = torch.zeros_like(x)
         if self.offset is not None:
             apart += self.offset[:, None].to(x)
             if not side.pre:
-                apart = self._rotate(apart, turn)
+                apart = self._rotate(apart, cos_sin)
         rest = x - apart
         if self.exact is None:
             x = self._round(name, rest) + apart
@@ -97,7 +97,7 @@ class LayerPlan:
             exact = self.exact[:, None].to(x.device)
             x = torch.where(exact, x, self._round(name, rest.masked_fill(exact, 0.0)) + apart)
         if side.pre:
-            x = self._rotate(x, turn)
+            x = self._rotate(x, cos_sin)
         return x.to(states.dtype)
 
     def _round(self, name: str, x: Tensor) -> Tensor:
@@ -131,16 +131,16 @@ class LayerPlan:
         sizes = zip(side.parts, map(len, self._features(width)), strict=True)
         return sum(effective_bits(part, size) * size for part, size in sizes if size) / width
 
-    def _rotate(self, x: Tensor, turn: Turn | None, *, back: bool = False) -> Tensor:
+    def _rotate(self, x: Tensor, cos_sin: CosSin | None, *, back: bool = False) -> Tensor:
         """Rotate keys as attention code does, or undo that; cos and sin contain the attention scaling.
 
         Args:
             x: (blocks, heads, tokens, head_dim) keys.
-            turn: cos and sin at the positions of the tokens.
+            cos_sin: cos and sin at the positions of the tokens.
             back: whether to undo the rotation.
         """
-        assert turn is not None
-        cos, sin = (part[:, None, :, : self.layer.table.pairs].to(x.device, x.dtype) for part in turn)
+        assert cos_sin is not None
+        cos, sin = (part[:, None, :, : self.layer.table.pairs].to(x.device, x.dtype) for part in cos_sin)
         if back:
             # The square of the attention scaling, as the rounded cos and sin have it: rotating again undoes this.
             size = cos.square() + sin.square()

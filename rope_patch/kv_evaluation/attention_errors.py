@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.kv_cache.attention import attending_by
-from rope_patch.kv_cache.cache import recording_turns
+from rope_patch.kv_cache.cache import recording_cos_sin
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
@@ -56,11 +56,11 @@ def attention_errors(
     errors: list[Tensor] = []
 
     def observe(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-        turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.turns.items()}
+        cos_sin = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in plain.cos_sin.items()}
         plan = plans[index]
         stores = []
         for changed in (plan, *(change(plan) for change in changes)):
-            store = QuantizedLayer(changed, SchemeRun(plans, turns))
+            store = QuantizedLayer(changed, SchemeRun(plans, cos_sin))
             store.update(key.cpu(), value.cpu())
             store.freeze(query.shape[2])
             stores.append(store)
@@ -68,7 +68,7 @@ def attention_errors(
 
     plain = SchemeRun(plan_layers(layers, Scheme()), observe=observe)
     reader = Reader(model)  # it reads a few tokens itself, which are not observed
-    with in_eval_mode(model), recording_turns(location, plain), attending_by(plain, root):
+    with in_eval_mode(model), recording_cos_sin(location, plain), attending_by(plain, root):
         reader.states(token_ids[None])
     return errors
 

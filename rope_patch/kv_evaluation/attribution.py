@@ -17,7 +17,7 @@ from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.captions import ranges_text
-from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.number_format import kl_text, number_text
 
 NAMED_SHARE = 0.9
 """Layers are named until they have this share of the costs of all single layers, the costliest first."""
@@ -82,7 +82,7 @@ class Attribution:
         if self.shares:
             parts.append(f"error of logits: {self.causes}")
         if self.remedies:
-            parts.append(f"KL {number_text(self.remedies[0].kl, 4)} with {self.remedies[0].name}")
+            parts.append(f"KL {kl_text(self.remedies[0].kl)} with {self.remedies[0].name}")
         return "; ".join(parts)
 
 

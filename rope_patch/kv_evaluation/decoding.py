@@ -137,8 +137,8 @@ def _written(setting: Setting, scheme: Scheme, ids: Tensor, steps: int, full: Wr
     with quantized(setting.model, scheme, exact=False, layers=setting.layers) as factory:
         cache: Any = factory()
         known = [] if full is None else [layer for layer in full[2].layers if isinstance(layer, QuantizedLayer)]
-        needs_turn = any(plan.needs_turn for plan in factory.run.plans.values())
-        if full is None or len(known) < len(cache.layers) or needs_turn or setting.chunk:
+        needs_cos_sin = any(plan.needs_cos_sin for plan in factory.run.plans.values())
+        if full is None or len(known) < len(cache.layers) or needs_cos_sin or setting.chunk:
             best = _best(setting, setting.reader.states(ids, cache, setting.chunk)[:, -1:])
         else:  # the prompts were read already
             for layer, other in zip(cache.layers, known, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rope_patch.analysis.outliers import KeyBias, bias_sentences, key_biases
-from rope_patch.evaluation.compare import methods_in_turn, naming_method
+from rope_patch.evaluation.compare import methods_in_place, naming_method
 from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
@@ -115,7 +115,7 @@ def kv_check(
     parsed = parse_formats(formats)
     suite = as_suite(spec, tokenizer)
     check_spec(suite.spec)
-    places = methods_in_turn(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
+    places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
     # A format that does not fit raises before anything is measured. Which features rotate depends on the method.
     layers: dict[str, Sequence[AttentionLayer]] = {}

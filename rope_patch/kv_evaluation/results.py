@@ -17,7 +17,7 @@ from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
 from rope_patch.runtime.captions import count_text
-from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.number_format import kl_text, number_text
 from rope_patch.runtime.result_cache import finite
 
 SCHEMA = 8
@@ -133,12 +133,37 @@ class KVCheck:
             sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
         return sentences
 
+    def advice(self) -> list[str]:
+        """Return for each method which format to take, the smallest that is safe at every length, and what is open."""
+        sentences = []
+        for method in self.methods:
+            at = "Take" if self.methods == ("default",) else f"{method}: take"
+            rows = self.of(method)[1:]
+            safe = [row for row in rows if all(self.verdict(row, length).kind == "safe" for length in self.lengths)]
+            if not safe:
+                sentences.append(
+                    f"{at} full precision: no format is shown to be safe at every length. Formats with more bits, or "
+                    "more windows and prompts, may change that."
+                )
+                continue
+            longest = self.spec.longest
+            best = min(safe, key=lambda row: (row.cache_bits[longest], row.divergences[longest].kl))
+            bits = number_text(best.cache_bits[longest])
+            kl = kl_text(best.divergences[longest].kl)
+            sentence = f"{at} {best.format}, the smallest that is safe for what was asked: {bits} bits, KL {kl}."
+            for metric, span in spans_at(self.spec, longest):
+                if span.task:
+                    _, low, high = (change_text(metric, value) for value in self.change(best, metric, span))
+                    sentence += f" Of {span.task} only a change beyond {low} to {high} of the prompts is ruled out."
+            sentences.append(sentence)
+        return sentences
+
     def _decoded(self, row: CheckRow) -> str:
         """Return a sentence on what a format changes while decoding."""
         assert row.decoding is not None and row.divergence is not None
         steps = len(row.decoding.own[0])
         prompts = len(row.decoding.own)
-        forced, own = (number_text(kl, 4) for kl in row.decoding.kl)
+        forced, own = map(kl_text, row.decoding.kl)
         growth = row.decoding.growth()
         change, low, high = (number_text(value, 4, sign=True) for value in growth)
         parted = sorted(step for step in row.decoding.parted if step is not None)
@@ -147,7 +172,7 @@ class KVCheck:
             apart += f", after {count_text(parted[0], 'token')} first and {parted[len(parted) // 2]} in the median"
         return (
             f"{row.method}, {steps} tokens written greedily after {self.spec.longest}: {row.format} has KL {forced} on "
-            f"the tokens of full precision and {own} on its own ({number_text(row.divergence.kl, 4)} reading); "
+            f"the tokens of full precision and {own} on its own ({kl_text(row.divergence.kl)} reading); "
             f"{apart}; second half of the steps minus the first {change} ({low} to {high})."
         )
 
@@ -163,7 +188,7 @@ class KVCheck:
                 parts.append(f"{name} {change_text(metric, moved.estimate)}")
         divergence = row.divergences[length]
         if exceeds(divergence.kl, self.limits):
-            parts.append(f"KL {number_text(divergence.kl, 4)}")
+            parts.append(f"KL {kl_text(divergence.kl)}")
         return ", ".join(parts)
 
     def to_json(self) -> str:

@@ -37,6 +37,10 @@ class ABF(OtherBase, name="abf"):
 
     Give ``rope_theta``, or ``factor`` to multiply the base found. *Source*: Xiong et al., arXiv:2309.16039
     (10k to 500k).
+
+    Args:
+        rope_theta: the new base; 500000 where ``factor`` is left out, too.
+        factor: in place of ``rope_theta``: multiplies the checkpoint's base.
     """
 
     rope_theta: float | None = number(None, above=0)

@@ -41,6 +41,11 @@ class Llama3(Scaling, name="llama3"):
     """Llama 3.1's smoothed interpolation.
 
     *Source*: transformers' ``llama3`` type. ``original_max_position_embeddings`` defaults to the trained context.
+
+    Args:
+        low_freq_factor: pairs that make at most so many full turns are divided by the whole factor.
+        high_freq_factor: pairs that make at least so many full turns keep their frequency.
+        original_max_position_embeddings: the context before any scaling; left out, the one that the checkpoint says.
     """
 
     low_freq_factor: float = number(1.0, above=0)

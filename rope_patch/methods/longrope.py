@@ -90,6 +90,11 @@ class LongRope(PerPair, name="longrope"):
     ``attention_factor`` defaults to ``sqrt(1 + ln(factor) / ln(L))`` with ``L`` the trained context, which is 1 for the
     default ``factor`` 1. There is one list only: a short and a long table that differ would switch during generation,
     and cached keys would no longer fit. *Source*: Ding et al., arXiv:2402.13753.
+
+    Args:
+        factors: a divisor for each pair, fast to slow, joined by ``/``; left out, all are 1.
+        factor: sets the default of ``attention_factor`` and nothing else.
+        attention_factor: the factor on cos and sin; left out, the method computes it.
     """
 
     factors: tuple[float, ...] | None = number(None, above=0)

@@ -22,6 +22,10 @@ class NoPE(Method, name="nope"):
     ``factor`` times as long as those of the recalibration DroPE multiplies attention logits by
     ``1 + temperature * ln(factor)``; here cos and sin carry the square root of that, which reaches those features of a
     head that the table covers: all of them but on families with partial rotary embeddings.
+
+    Args:
+        factor: for ``temperature``: the length of the texts divided by that of the training.
+        temperature: attention logits are multiplied by ``1 + temperature * ln(factor)``.
     """
 
     factor: float | None = number(None, least=1)

@@ -24,6 +24,9 @@ class PRope(Method, name="p_rope"):
     Where transformers has a type for the table (``proportional``), the frequencies that are kept are computed as it
     computes them: over those pairs alone. At some shapes, rotary_dim 128 with rope_theta 1e6 and p = 0.75 among them,
     they differ from those of the whole table in the last bit.
+
+    Args:
+        p: the share of the pairs that rotate, rounded down to whole pairs.
     """
 
     p: float = number(0.75, least=0, most=1)

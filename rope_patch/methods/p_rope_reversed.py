@@ -15,6 +15,9 @@ class PRopeReversed(Method, name="p_rope_reversed"):
     """Reversed p-RoPE: rotate the *slowest* fraction ``p`` of the pairs, leave the fastest unrotated.
 
     *Source*: arXiv:2410.06205, table 2 ("0.75-RoPE reversed"). The paper gives no rounding; the floor is our choice.
+
+    Args:
+        p: the share of the pairs that rotate, rounded down to whole pairs.
     """
 
     p: float = number(0.75, least=0, most=1)

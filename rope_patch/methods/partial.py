@@ -19,6 +19,9 @@ class Partial(Method, name="partial"):
     With ``r = int(p * rotary_dim // 2)`` pairs, exponents run over the smaller dimension: ``rope_theta ** (-2i / 2r)``.
     *Source*: arXiv:2410.06205, table 2 ("RoPE partial"), as in GPT-NeoX. In the half-split layout of the full head the
     unrotated features are ``r … d/2`` of each half; GPT-NeoX leaves the last ``d - 2r`` features of the head unrotated.
+
+    Args:
+        p: the share of the pairs that rotate, rounded down to whole pairs.
     """
 
     p: float = number(0.75, least=0, most=1)

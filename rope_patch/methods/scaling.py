@@ -28,6 +28,9 @@ class Scaling(Method):
     The factor is the new context divided by the one that the checkpoint states. On a table that is scaled already a
     method of the same type raises its factor, and a method that recomputes the table starts from the plain one, with
     the whole factor over the context before any scaling.
+
+    Args:
+        factor: the new context divided by the stated one; left out, it follows from the target length.
     """
 
     factor: float | None = number(None, least=1)

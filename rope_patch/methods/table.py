@@ -19,6 +19,11 @@ class Table(PerPair, name="table"):
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
     With a ``layer_type`` the tables of other layers stay as they are, so a chain of such methods gives each layer type
     its own table.
+
+    Args:
+        values: a frequency for each pair, fast to slow, joined by ``/`` [rad/token]; left out, the checkpoint's own.
+        attention_scaling: the factor on cos and sin; left out, the checkpoint's own.
+        layer_type: the layers whose table is replaced, for example ``full_attention``; left out, all of them.
     """
 
     values: tuple[float, ...] | None = number(None, least=0, unit="rad/token")

@@ -20,6 +20,12 @@ class Truncated(Method, name="truncated"):
     ``low < f < high`` becomes ``floor``, ``f <= low`` becomes zero (Pal et al., arXiv:2308.10882). ``context`` [tokens]
     zeroes every pair that never completes a turn within it, ``f < 2 pi / context`` (Jonasson, arXiv:2503.01832, eq. 15,
     used as a cut; also HoPE and the critical dimension of Liu et al. 2024); it defaults to the trained context.
+
+    Args:
+        context: pairs without a full turn within so many tokens stop; left out, the trained context.
+        cutoff_low: frequencies up to this one become 0; those between the two cutoffs become ``floor`` [rad/token].
+        cutoff_high: frequencies from this one on stay [rad/token].
+        floor: the frequency of the pairs between the two cutoffs [rad/token].
     """
 
     context: int | None = number(None, above=0)

@@ -95,7 +95,14 @@ def ramp_ends(
 
 @dataclass(frozen=True)
 class ByTurns(Scaling):
-    """Base class of YaRN and MrRoPE, which divide a pair according to how often it turns in the trained context."""
+    """Base class of YaRN and MrRoPE, which divide a pair according to how often it turns in the trained context.
+
+    Args:
+        beta_fast: pairs that make more full turns than this within the trained context keep their frequency.
+        beta_slow: pairs that make fewer full turns than this are divided by the whole factor.
+        attention_factor: the factor on cos and sin; left out, the method computes it.
+        original_max_position_embeddings: the context before any scaling; left out, the one that the checkpoint says.
+    """
 
     beta_fast: float = number(32.0, above=0)
     beta_slow: float = number(1.0, above=0)
@@ -141,6 +148,11 @@ class Yarn(ByTurns, name="yarn"):
     in turns; the tables differ by up to 1.9 times at factor 4, more at larger ones). ``attention_factor`` overrides the
     scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
     in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
+
+    Args:
+        truncate: whether both ends of the ramp are rounded outwards to whole pairs.
+        mscale: with ``mscale_all_dim``: DeepSeek's ratio on cos and sin.
+        mscale_all_dim: with ``mscale``: DeepSeek's ratio on cos and sin.
     """
 
     own_types = ("yarn",)

@@ -31,21 +31,19 @@ def decoder_path(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 
 class DecoderOutput:
-    """Hidden states in place of what a decoder returns; all else is that of a real output, or None.
+    """Hidden states in place of what a decoder returns; all else is None.
 
     Args:
         hidden: (rows, tokens, hidden) last hidden states.
-        real: an output of the decoder from which all other attributes are taken.
     """
 
-    def __init__(self, hidden: Tensor, real: Any = None) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
-        self.real = real
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a protocol of Python, which None would break
             raise AttributeError(name)
-        return getattr(self.real, name, None)
+        return None
 
     def __getitem__(self, at: int | slice) -> Any:
         if at == 0:

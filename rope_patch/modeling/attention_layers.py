@@ -146,14 +146,14 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
             if not bool(torch.isfinite(state).all()):  # such a state matches no output of a module
                 raise ValueError(f"layer {call.index} of {name} has a {role} that is NaN or infinite")
     positions_on_device = positions.to(device_of(location.model))
-    turns = {kind: tuple(half.cpu() for half in location.cos_sin(kind, positions_on_device)) for kind in tables}
+    cos_sin = {kind: tuple(half.cpu() for half in location.cos_sin(kind, positions_on_device)) for kind in tables}
     types = getattr(location.config, "layer_types", None) or ()
     layers: list[AttentionLayer] = []
     for call in calls:
         expected = types[call.index] if call.index < len(types) else None
         # The stated layer type is tried first, since two tables of a model may be equal.
         likely = dict(sorted(tables.items(), key=lambda item: item[0] != expected))
-        layers.append(_match(name, call, likely, turns, calls, layers))
+        layers.append(_match(name, call, likely, cos_sin, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{name} calls an attention layer more than once in a pass")
     return tuple(layers)
@@ -185,7 +185,7 @@ def _match(
     model: str,
     call: AttentionCall,
     tables: Mapping[str | None, RotaryTable],
-    turns: Mapping[str | None, tuple[Tensor, ...]],
+    cos_sin: Mapping[str | None, tuple[Tensor, ...]],
     calls: Sequence[AttentionCall],
     before: Sequence[AttentionLayer],
 ) -> AttentionLayer:
@@ -195,12 +195,12 @@ def _match(
         model: name of the model's class, for errors.
         call: the attention call of the layer.
         tables: the tables by layer type, the likely one first.
-        turns: cos and sin of the probe's positions, by layer type.
+        cos_sin: cos and sin of the probe's positions, by layer type.
         calls: the attention calls of all layers, in order.
         before: the layers that were matched before this one.
     """
     for kind, table in tables.items():
-        cos, sin = (half[..., None, : table.pairs] for half in turns[kind])
+        cos, sin = (half[..., None, : table.pairs] for half in cos_sin[kind])
         for interleaved in (False, True):
             turn = functools.partial(rotate, cos=cos, sin=sin, interleaved=interleaved)
             query = _search(call, "query", turn)

@@ -82,7 +82,7 @@ class CaptureSums:
         state_sums = self.sums.get((layer.index, role))
         if state_sums is None:
             state_sums = self.sums[layer.index, role] = _StateSums(layer, states, len(self.tokens))
-        state_sums.add(states, before, self.texts[before // self.rows.shape[1]])
+        state_sums.add(states, self.texts[before // self.rows.shape[1]])
 
     def result(self, model: nn.Module) -> Capture:
         """Return the statistics, after waiting for a GPU once for each data type.
@@ -95,7 +95,7 @@ class CaptureSums:
         statistics: dict[tuple[int, str], Statistics] = {}
         for (index, role), sums in self.sums.items():
             tensors = [next(parts) for _ in found[0]]
-            self._check(index, role, tensors[0], tensors[1])
+            _check_finite(index, role, tensors[0])
             statistics[index, role] = sums.result(tensors, self.tokens)
         layers = tuple(
             _layer_capture(layer, {role: statistics[layer.index, role] for role in ROLES}) for layer in self.layers
@@ -103,18 +103,14 @@ class CaptureSums:
         name = type(locate(model).model).__name__
         return Capture(name, self.rows.numel(), len(self.rows), tensor_hash(self.rows)[:16], layers)
 
-    def _check(self, index: int, role: str, largest: Tensor, place: Tensor) -> None:
-        bad = ~(largest < LARGEST_STATE)  # also true for NaN
-        if not bool(bad.any()):
-            return
+
+def _check_finite(index: int, role: str, largest: Tensor) -> None:
+    bad = ~(largest < LARGEST_STATE)  # also true for NaN
+    if bool(bad.any()):
         head, feature = bad.nonzero()[0].tolist()
-        row, position = divmod(int(place[head, feature]), self.rows.shape[1])
-        at = f"position {position}"
-        if row:
-            at += f" of row {row}"
         raise ValueError(
-            f"layer {index}, {role} head {head}, feature {feature} is of size {float(largest[head, feature])} at "
-            f"{at}: statistics need finite states below {LARGEST_STATE:g}"
+            f"layer {index}, {role} head {head}, feature {feature} is of size {float(largest[head, feature])}: "
+            f"statistics need finite states below {LARGEST_STATE:g}"
         )
 
 
@@ -149,7 +145,6 @@ class _StateSums:
         heads, head_dim = states.shape[1:]
         self.device = device_of_sums(states.device)
         self.largest = torch.zeros_like(states[0])
-        self.place = torch.zeros_like(states[0], dtype=torch.long)
         self.sum = self._zeros(heads, head_dim)
         self.norm_sum = self._zeros(texts, heads, self.pairs)
         self.unit_sum = self._zeros(2, heads, self.pairs)
@@ -162,19 +157,14 @@ class _StateSums:
         """Return the sum over tokens."""
         return values.sum(0).to(self.device).double()
 
-    def add(self, states: Tensor, before: int, text: int) -> None:
+    def add(self, states: Tensor, text: int) -> None:
         """Add the states of a slice of tokens.
 
         Args:
             states: (tokens, heads, head_dim) float32 states.
-            before: number of tokens that were read before.
             text: number of the text.
         """
-        largest, place = states.abs().max(0)
-        # NaN stays, and its place with it.
-        larger = ~(largest <= self.largest) & (self.largest < LARGEST_STATE)
-        self.largest = torch.where(larger, largest, self.largest)
-        self.place = torch.where(larger, place + before, self.place)
+        self.largest = torch.maximum(self.largest, states.abs().amax(0))  # NaN stays
         self.sum += self._sum(states)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
@@ -188,11 +178,11 @@ class _StateSums:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the sums, where they are, as :meth:`result` takes them."""
-        return self.largest, self.place, self.sum, self.norm_sum, self.unit_sum, self.directed
+        return self.largest, self.sum, self.norm_sum, self.unit_sum, self.directed
 
     def result(self, sums: Sequence[Tensor], tokens: Tensor) -> Statistics:
         """Return the statistics of sums on the CPU, over so many tokens of each text (texts,)."""
-        largest, _, total, norms, units, directed = sums
+        largest, total, norms, units, directed = sums
         # Rounding can make a mean of unit vectors longer than 1.
         length = torch.hypot(*(units / directed.clamp_min(1))).clamp(0, 1)
         count = int(tokens.sum())

@@ -38,3 +38,25 @@ def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 
     for cut, skip in zip([0, *cuts], skips, strict=True):
         positions[cut:] = torch.arange(cut, size) + skip
     return positions
+
+
+def random_positions(rng: random.Random, size: int, target: int) -> Tensor:
+    """Return positions of a row that are drawn from a long context without repetition, in order: (size,) [tokens].
+
+    *Source*: Ruoss et al. (2023), randomized positional encodings, arXiv:2305.16843, section 3.
+
+    Args:
+        rng: source of the randomness.
+        size: length of the row [tokens].
+        target: length of the long context; every position is below it [tokens].
+
+    Raises:
+        ValueError: the row is longer than the target.
+
+    Example:
+        >>> random_positions(random.Random(3), 4, 64).tolist()
+        [16, 30, 47, 60]
+    """
+    if size > target:
+        raise ValueError(f"a row of {size} tokens is longer than the target of {target}")
+    return torch.tensor(sorted(rng.sample(range(target), size)))

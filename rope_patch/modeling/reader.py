@@ -68,8 +68,6 @@ class Reader:
 
     Args:
         model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
-        forward: the model's own forward pass, where the caller has replaced it and calls the parts from within; weights
-            that FSDP2 shards are gathered there already, and nothing is checked.
 
     Raises:
         TypeError: it is not a model of transformers.
@@ -77,7 +75,7 @@ class Reader:
             the parts together do not compute what the model does.
     """
 
-    def __init__(self, model: nn.Module, *, forward: Callable[..., Any] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         refuse_prompts(model)
         base: Any = base_of(model)  # to the type checker, attributes of modules are tensors or modules
         self.model = base
@@ -95,14 +93,13 @@ class Reader:
         self.cache_argument = cache_argument(self.decoder)
         self.device = input_device(embedding)
         self.call: Callable[..., Any] = _call
-        self.forward: Callable[..., Any] = forward or base
-        if forward is None:
-            root = _sharded_root(model)
-            if root is not None and root is not self.decoder:
-                self.call = _through(root)
-                if root is not base:  # PEFT's model is
-                    self.forward = functools.partial(self.call, base)
-            self.check("whole")
+        self.forward: Callable[..., Any] = base
+        root = _sharded_root(model)
+        if root is not None and root is not self.decoder:
+            self.call = _through(root)
+            if root is not base:  # PEFT's model is
+                self.forward = functools.partial(self.call, base)
+        self.check("whole")
 
     def chunk(self, tokens: int, asked: int | None = None, cache: CacheFactory | None = None) -> int:
         """Return how many of some tokens a forward pass reads: as many as asked for, or else all of them, if possible.

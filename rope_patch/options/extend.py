@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, path, tokens, whole, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, option, path, tokens, whole, word
 from rope_patch.options.shared import CommandOptions, Machine
+from rope_patch.runtime.text import parse_duration
 
 CANDIDATES = (
     *("yarn", "yarn:mscale=1.5:mscale_all_dim=1", "yarn:attention_factor=1"),
@@ -20,6 +21,9 @@ docs/evidence.md."""
 CANDIDATES_ON_SCALED = ("yarn", "mrrope", "llama3", "abf:factor=4")
 """Methods that compete by default where the checkpoint scales its table already, beside the one that raises its own
 type. On the toys of docs/evidence.md ``ntk``, and ``pi`` on top of another type, find no passkey."""
+
+DEFAULT_SECONDS = 1800.0
+"""The time for measuring the candidates where no budget is given [s]."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,21 @@ class ExtendSettings(OptionSet):
         None,
         least=1,
     )
-    budget: int | None = shared.budget()
+    budget: int | None = option(
+        "How long the run may take, such as 5m, 30m or 2h: it reads until then, and chooses by what was read. It ends "
+        "earlier where more text would hardly change the choice. By default 30 minutes of reading, and a training of "
+        "200 rows.",
+        None,
+        metavar="TIME",
+        read=parse_duration,
+        kind=int,
+        least=1,
+        unit="s",
+    )
+    for_programs: tuple[str, ...] = shared.programs(
+        "A program that will run the checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. Methods that it does "
+        "not run, from the folder or with options, are left out."
+    )
     evaluation: EvalSpec = contained(
         EvalSpec,
         # The needle lies in the text, and rounds decide how many windows are read.
@@ -71,6 +89,18 @@ class ExtendSettings(OptionSet):
         tasks=("passkey", "niah"),
     )
     machine: Machine = contained(Machine)
+
+    @property
+    def measuring_share(self) -> float:
+        """The share of a budget that is for measuring the candidates; a training follows, or the writing."""
+        return 0.4 if self.train else 0.9
+
+    @property
+    def measuring_seconds(self) -> float:
+        """The time for measuring the candidates [s]."""
+        if self.budget is None:
+            return DEFAULT_SECONDS
+        return self.measuring_share * self.budget
 
     def __post_init__(self) -> None:
         """Check the values, and drop repeated methods and ``"default"``, which is always measured."""
@@ -84,6 +114,7 @@ class ExtendSettings(OptionSet):
         if given and not self.train:
             raise ValueError(f"{given[0]} needs train=True (--train)")
         object.__setattr__(self, "methods", methods)
+        object.__setattr__(self, "for_programs", shared.names_in(self.for_programs))
         object.__setattr__(self, "evaluation", replace(self.evaluation, lengths=(self.length,)))
 
 
@@ -93,9 +124,10 @@ class ExtendOptions(CommandOptions, command="extend"):
 
     All candidates are measured on little text, the better half on more, until one is ahead. The output folder is a
     checkpoint that plain transformers loads, with a model card that shows the scores before and after, and
-    ``report.html``. The first line of the output says what the longer context costs on short texts. Nothing is written,
-    and the exit status is 4, if no method reaches the length, or the best one costs more than --tolerance; the command
-    then says what would help. If it is interrupted, run it again to continue.
+    ``report.html``. The output says first what the longer context costs on short texts, then which programs run the
+    folder. Nothing is written, and the exit status is 4, if no method reaches the length, the best one costs more than
+    --tolerance, or --budget is too short for one window of text; the command then says what would help. If it is
+    interrupted, run it again to continue.
 
     Example: ``rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m``
     """
@@ -110,8 +142,7 @@ class ExtendOptions(CommandOptions, command="extend"):
         short=("-c",),
         repeated=True,
     )
-    dry_run: bool = flag(
-        "Load the model, measure its speed, print the steps with their tokens and the time that they take, and stop."
-    )
+    dry_run: bool = flag("Load the model, measure its speed, print what would be read and written, and stop.")
+    verbose: bool = flag("Print the rounds and their tables, too, which report.html has.", short=("-v",))
     force: bool = shared.force()
     report: bool = shared.report()

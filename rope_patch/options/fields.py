@@ -44,7 +44,7 @@ class Option:
         read: a function that turns a word into a value, if the kind is not enough for that; it raises a ValueError that
             says what is wrong with the word.
         kind: the type of a value: numbers are stored as Python's own, whatever library they come from, a path as a
-            ``Path``, and for ``PathLike`` as text.
+            ``Path``, and for ``PathLike`` as text. ``dict`` is a section whose keys another library defines.
         least: the smallest value that is allowed.
         most: the largest value that is allowed.
         above: the number that a value must exceed.
@@ -205,6 +205,10 @@ class OptionSet:
     """
 
     command: ClassVar[str] = ""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Further names that are accepted in files and overrides, and the option that each of them means."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Names of earlier versions, and what to write now; they raise."""
 
     def __init_subclass__(cls, command: str = "") -> None:
         """Store the name of the command."""
@@ -232,6 +236,8 @@ whole = partial(option, metavar="COUNT", kind=int)
 """A field for a whole number."""
 tokens = partial(option, metavar="TOKENS", kind=int, unit="tokens", read=parse_length, least=1)
 """A field for a number of tokens, written as 8192 or 8k."""
+foreign_section = partial(option, metavar="", kind=dict)
+"""A field for a section whose keys and values another library defines, in files and ``key=value`` overrides alone."""
 number = partial(option, metavar="NUMBER", kind=float)
 """A field for a number."""
 word = partial(option, metavar="NAME")
@@ -304,7 +310,10 @@ def from_leaves(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
                 if not one.metadata["section"]:
                     raise
                 raise ValueError(f"{one.name}.{error}") from None
-        elif inner:
+        elif () in inner:
             # What is left of the path of a leaf is empty.
             arguments[one.name] = inner[()]
+        elif inner:
+            # A section whose keys another library defines: one key is left of each path.
+            arguments[one.name] = {path[0]: value for path, value in inner.items()}
     return kind(**arguments)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, whole, word
-from rope_patch.options.plan import ALL_LINEAR
-from rope_patch.options.shared import ImportOptions, Patching
-
-PRECISIONS = ("bfloat16", "float16", "float32")
+from rope_patch.options.fields import OptionSet, contained, flag, foreign_section, tokens, whole, word
+from rope_patch.options.shared import DTYPES, ImportOptions, Patching
+from rope_patch.runtime.text import parse_length
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ModelOptions(OptionSet):
         "The data type of weights that are not quantized: bfloat16, float16 or float32.",
         "bfloat16",
         metavar="DTYPE",
-        choices=PRECISIONS,
+        choices=DTYPES[1:],
     )
     attention: str = word(
         "The attention kernel: sdpa, flash (flash_attention_2, a package of its own) or eager (it holds all scores).",
@@ -56,93 +55,32 @@ class PatchOptions(OptionSet):
     replace: bool = flag("Replace an earlier patch.")
 
 
-@dataclass(frozen=True)
-class LoraOptions(OptionSet):
-    """The weights that are trained."""
-
-    rank: int = whole("The rank of the adapters. 0 trains every weight, and adds no adapter.", 16, least=0)
-    alpha: int | None = whole(
-        "LoRA's alpha: the scale of the adapters times their rank. By default twice the rank.", None, least=1
-    )
-    dropout: float = number(
-        "The dropout on the input of the adapters. Above 0 it takes memory on long rows.", 0.0, least=0, most=1
-    )
-    target_modules: tuple[str, ...] = word(
-        "The projections that get an adapter: all-linear (attention and MLP), attention, or names.",
-        (ALL_LINEAR,),
-        metavar="NAMES",
-        several=True,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(OptionSet):
-    """The documents, and the rows of tokens that they are packed into."""
+    """The documents, and the positions that their tokens get. How they are packed is said below ``train``."""
 
     source: str = word(
         "The documents: builtin (400 kB that ship with rope_patch, mostly Python source), a file, a folder (txt, md, "
-        "json, jsonl, parquet, csv), or the hub id of a dataset.",
+        "json, jsonl, parquet, csv), or the hub id of a dataset. A column text holds texts (train.dataset_text_field "
+        "names another), a column messages conversations.",
         "builtin",
         metavar="PATH|ID",
     )
     config: str | None = word("The configuration of a hub dataset.", None)
     split: str = word("The split of a hub dataset.", "train")
-    column: str = word("The column that holds the text; lists of messages are rendered with the chat template.", "text")
-    learn: str = word(
-        "The tokens of a conversation that count in the loss: all, or assistant (its turns alone).",
-        "all",
-        choices=("all", "assistant"),
+    documents: int | None = whole(
+        "Read only so many documents, from the beginning; a hub dataset is then not downloaded as a whole.",
+        None,
+        least=1,
     )
-    shuffle: bool = flag("Shuffle the documents, by train.seed.", True)
-    length: int = tokens("The length of the rows, such as 32k.", least=2)
-    boundaries: str = shared.boundaries()
     allow_short: bool = flag("Train although no document is as long as a row.")
     positions: str = word(
-        "full counts from 0; pose gives short rows positions up to patch.target_length (PoSE, arXiv:2309.10400).",
+        "full counts from 0; pose and randpos give short rows positions up to patch.target_length: pose skips ahead "
+        "between pieces of a row (PoSE, arXiv:2309.10400), randpos draws all positions (arXiv:2305.16843).",
         "full",
-        choices=("full", "pose"),
+        choices=("full", "pose", "randpos"),
     )
     chunks: int = whole("The pieces of a row under pose.", 2, least=1)
-
-
-@dataclass(frozen=True)
-class TrainOptions(OptionSet):
-    """The optimizer and its steps."""
-
-    steps: int = whole("The steps of the optimizer.", 500, least=1)
-    batch: int = whole("Rows per forward pass and device; memory grows with it.", 1, least=1)
-    accumulate: int = whole("Forward passes per step; time grows with it, memory does not.", 8, least=1)
-    learning_rate: float = number("The highest learning rate that the scheduler reaches.", 2e-4, above=0)
-    scheduler: str = word(
-        "The scheduler of transformers, such as constant_with_warmup, linear or cosine.", "constant_with_warmup"
-    )
-    warmup: float | None = number(
-        "The warm-up steps; below 1, a share of all steps. By default 20, and a fifth of a run at most.", None, least=0
-    )
-    optimizer: str = word(
-        "The optimizer: adamw, adamw_8bit or paged_adamw_8bit (bitsandbytes; a quarter of the memory of its states), "
-        "or sgd (which has no states).",
-        "adamw",
-        choices=("adamw", "adamw_8bit", "paged_adamw_8bit", "sgd"),
-    )
-    weight_decay: float = number("The weight decay of AdamW.", 0.0, least=0)
-    max_grad_norm: float = number("Gradients are clipped to this norm.", 1.0, least=0)
-    precision: str = word(
-        "The data type of the arithmetic; float32 turns autocast off.",
-        "bfloat16",
-        metavar="DTYPE",
-        choices=PRECISIONS,
-    )
-    checkpointing: bool = flag(
-        "Compute each layer again in the backward pass: far less memory, and a third more time.", True
-    )
-    liger: bool = flag("Use Liger's kernels for norms and MLPs; it needs a GPU and the extra gpu.")
-    seed: int = whole("The seed of adapters, order and positions.", 0, metavar="NUMBER", least=0)
-    save_every: int | None = whole(
-        "The steps between checkpoints. By default evaluation.every, or a fifth of the run.", None, least=1
-    )
-    keep: int = whole("The number of checkpoints that are not deleted, the best one among them.", 2, least=1)
-    log_every: int = whole("The steps between lines of the log.", 5, least=1)
 
 
 @dataclass(frozen=True)
@@ -156,7 +94,7 @@ class EvaluationOptions(OptionSet):
         least=0,
     )
     before: bool = flag(
-        "Evaluate the model without its adapter, too, unpatched and patched. With lora.rank=0 there is none.", True
+        "Evaluate the model without its adapter, too, unpatched and patched. With lora.r=0 there is none.", True
     )
     lengths: tuple[int, ...] | None = tokens(
         'The prompt lengths, such as "4k 16k 32k"; perplexity is measured at the positions between them. By default '
@@ -172,6 +110,31 @@ class EvaluationOptions(OptionSet):
     )
 
 
+RENAMED = {
+    "data.length": "write train.max_length",
+    "data.boundaries": "write train.packing_strategy=wrapped (documents of a row are joined) or bfd_split (kept apart)",
+    "data.learn": "write train.assistant_only_loss=true",
+    "data.column": "write train.dataset_text_field for texts, and name a column of conversations messages",
+    "data.shuffle": "write train.shuffle_dataset",
+    "lora.rank": "write lora.r",
+    "lora.alpha": "write lora.lora_alpha",
+    "lora.dropout": "write lora.lora_dropout",
+    "train.steps": "write train.max_steps",
+    "train.batch": "write train.per_device_train_batch_size",
+    "train.accumulate": "write train.gradient_accumulation_steps",
+    "train.scheduler": "write train.lr_scheduler_type",
+    "train.warmup": "write train.warmup_steps",
+    "train.optimizer": "write train.optim",
+    "train.precision": "write train.bf16=true, train.fp16=true, or train.bf16=false for float32",
+    "train.checkpointing": "write train.gradient_checkpointing",
+    "train.liger": "write train.use_liger_kernel",
+    "train.save_every": "write train.save_steps",
+    "train.keep": "write train.save_total_limit",
+    "train.log_every": "write train.logging_steps",
+}
+"""The options of version 0.3 that TRL and PEFT have under names of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(OptionSet):
     """All options of a run, as its YAML files hold them.
@@ -180,11 +143,19 @@ class RecipeOptions(OptionSet):
         ValueError: a value is out of its range, or two values exclude each other.
     """
 
+    aliases: ClassVar = {"output_dir": "output", "train.output_dir": "output"}
+    renamed: ClassVar = RENAMED
+
     model: ModelOptions = contained(ModelOptions, section=True)
     patch: PatchOptions = contained(PatchOptions, section=True)
-    lora: LoraOptions = contained(LoraOptions, section=True)
+    lora: dict[str, Any] = foreign_section(
+        "The adapters: arguments of PEFT's LoraConfig, such as r and lora_alpha. r=0 trains every weight instead.", None
+    )
     data: DataOptions = contained(DataOptions, section=True)
-    train: TrainOptions = contained(TrainOptions, section=True)
+    train: dict[str, Any] = foreign_section(
+        "The training: arguments of TRL's SFTConfig, such as max_steps. max_length, the length of the rows, is needed.",
+        None,
+    )
     evaluation: EvaluationOptions = contained(EvaluationOptions, section=True)
     output: Path = shared.new_output(
         "The folder of the adapter, its card and its scores; checkpoints and logs are in its subfolder work."
@@ -193,59 +164,69 @@ class RecipeOptions(OptionSet):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        train = dict(self.train or {})
+        if train.get("max_length") is None:
+            raise ValueError("train.max_length is missing: the length of the rows, such as 32k")
+        train["max_length"] = parse_length(str(train["max_length"]))
+        # The dataclass is frozen, so an ordinary assignment raises.
+        object.__setattr__(self, "train", train)
+        object.__setattr__(self, "lora", dict(self.lora or {}))
         self._check_rows()
         self._check_weights()
-        if self.evaluation.every and self.save_every != self.evaluation.every:
-            raise ValueError(
-                f"train.save_every={self.save_every} must equal evaluation.every={self.evaluation.every}, or be left "
-                "out: the checkpoint with the best evaluation can only be kept if it is saved"
-            )
 
     def _check_rows(self) -> None:
-        data = self.data
         target = self.target_length
-        if data.length > target:
+        if self.max_length > target:
             raise ValueError(
-                f"rows of {data.length} tokens are longer than patch.target_length={target}, the context that the "
-                "model is patched for: give a shorter data.length or a longer patch.target_length"
+                f"rows of {self.max_length} tokens are longer than patch.target_length={target}, the context that the "
+                "model is patched for: give a shorter train.max_length or a longer patch.target_length"
             )
-        if data.positions == "full":
+        positions = self.data.positions
+        if positions == "full":
             return
         if self.patch.patching.target_length is None:
-            raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
-        if data.boundaries == "apart":
-            raise ValueError("data.positions=pose needs data.boundaries=join, not apart")
+            raise ValueError(f"data.positions={positions} needs patch.target_length: positions are drawn from below it")
+        if self.train.get("packing_strategy", "wrapped") != "wrapped":
+            raise ValueError(f"data.positions={positions} needs train.packing_strategy=wrapped")
 
     def _check_weights(self) -> None:
-        if self.lora.rank:
+        if self.lora_rank:
             return
         if self.model.quantization != "none":
-            raise ValueError("lora.rank=0 trains every weight: that excludes model.quantization")
+            raise ValueError("lora.r=0 trains every weight: that excludes model.quantization")
         if self.model.dtype != "float32":
             raise ValueError(
-                f"lora.rank=0 trains the model's own weights, and {self.model.dtype} would round their small updates "
-                "away: set model.dtype=float32 (train.precision still sets the arithmetic)"
+                f"lora.r=0 trains the model's own weights, and {self.model.dtype} would round their small updates "
+                "away: set model.dtype=float32 (train.bf16 still sets the arithmetic)"
             )
+
+    @property
+    def max_length(self) -> int:
+        """The length of the rows [tokens]."""
+        length: int = self.train["max_length"]
+        return length
+
+    @property
+    def max_steps(self) -> int:
+        """The number of steps of the optimizer.
+
+        Raises:
+            ValueError: it is no whole number.
+        """
+        steps = self.train.get("max_steps", 500)
+        if not isinstance(steps, int):
+            raise ValueError(f"train.max_steps must be a whole number, got {steps!r}")
+        return steps
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the adapters; 0 if every weight is trained."""
+        return int(self.lora.get("r", 16))
 
     @property
     def target_length(self) -> int:
         """The context length that the model is patched for [tokens]."""
-        return self.patch.patching.target_length or self.data.length
-
-    @property
-    def warmup_steps(self) -> int:
-        """The number of steps over which the learning rate rises."""
-        warmup = self.train.warmup
-        if warmup is None:
-            return min(20, self.train.steps // 5)
-        if warmup < 1:
-            return round(warmup * self.train.steps)
-        return int(warmup)
-
-    @property
-    def save_every(self) -> int:
-        """The number of steps between checkpoints."""
-        return self.train.save_every or self.evaluation.every or max(1, self.train.steps // 5)
+        return self.patch.patching.target_length or self.max_length
 
     @property
     def evaluation_lengths(self) -> tuple[int, ...]:
@@ -259,12 +240,16 @@ class FinetuneOptions(ImportOptions, command="finetune"):
 
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
     run the same command again to continue from the last checkpoint. Options come from YAML files, from single values
-    such as ``train.steps=100``, and from flags; later ones replace earlier ones. Three are required: ``model.name``,
-    ``data.length`` (the length of the rows) and ``output``. ``lora.yaml`` of ``rope-patch recipes copy``
-    has all of them with their defaults.
+    such as ``train.max_steps=100``, and from flags; later ones replace earlier ones. Below ``train`` they are those of
+    TRL's SFTConfig, below ``lora`` those of PEFT's LoraConfig. Three are required: ``model.name``, ``train.max_length``
+    (the length of the rows) and ``output``. ``finetune_lora.py`` of ``rope-patch recipes copy`` is the script that
+    runs, and ``configs`` beside it has a file for each situation.
 
-    Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.length=16k output=out``
+    Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 train.max_length=16k output=out``
     """
+
+    aliases: ClassVar = RecipeOptions.aliases
+    renamed: ClassVar = RENAMED
 
     recipe: RecipeOptions = contained(RecipeOptions)
     config: tuple[str, ...] = word(
@@ -276,8 +261,8 @@ class FinetuneOptions(ImportOptions, command="finetune"):
     )
     smoke: bool = flag("Try the run in about a minute on a CPU: a small bundled checkpoint and few steps.")
     dry_run: bool = flag(
-        "Print the options and the predicted memory, refuse what a run would refuse before its first step, and stop. "
-        "No weights are loaded."
+        "Print the patch, the steps, the predicted memory and the options, refuse what a run would refuse before its "
+        "first step, and stop. No weights are loaded."
     )
     restart: bool = flag("Delete an earlier run in the output folder and start again.")
     gpu_memory: float = shared.gpu_memory()

@@ -40,7 +40,12 @@ class StepOptions(OptionSet):
         metavar="DTYPE",
         choices=tuple(BYTES_PER_ELEMENT),
     )
-    boundaries: str = shared.boundaries()
+    boundaries: str = word(
+        "Between documents of a row: join (documents attend to those before them) or apart (they do not; flash "
+        "attention needs no mask for that, sdpa needs one of length x length).",
+        "join",
+        choices=("join", "apart"),
+    )
     gpus: int = whole("The number of GPUs. Weights and states are divided among them (FSDP).", 1, least=1)
     context_parallel: int = whole("The number of GPUs that share one sequence (context parallelism).", 1, least=1)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.options.fields import OptionSet, flag, option, path, tokens, whole, word
-from rope_patch.runtime.text import parse_duration, parse_memory
+from rope_patch.runtime.text import parse_memory
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -136,36 +136,12 @@ def method() -> Any:
     )
 
 
-def budget() -> Any:
-    """Return the field for the time that a run may take."""
-    return option(
-        "Roughly how long the run may take, such as 5m, 30m or 2h. To fit, it reads less text and fewer prompts, so "
-        "that results are less certain; the command says what is left out.",
-        None,
-        metavar="TIME",
-        read=parse_duration,
-        kind=int,
-        least=1,
-        unit="s",
-    )
-
-
 def chunk() -> Any:
     """Return the field for the number of tokens in a forward pass."""
     return tokens(
         "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
         "each input is read at once, unless chunks are faster (models with sliding windows).",
         None,
-    )
-
-
-def boundaries() -> Any:
-    """Return the field for whether documents of a row attend to each other."""
-    return word(
-        "Between documents of a row: join (documents attend to those before them) or apart (they do not; flash "
-        "attention needs no mask for that, sdpa needs one of length x length).",
-        "join",
-        choices=("join", "apart"),
     )
 
 

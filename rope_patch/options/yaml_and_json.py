@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,33 +26,61 @@ def options_from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ValueError: a name is unknown, or a value is out of its bounds.
     """
-    options: T = from_leaves(kind, dict(stated({leaf.key: leaf for leaf in leaves(kind)}, values)))
+    options: T = from_leaves(kind, dict(stated(kind, values)))
     return options
 
 
-def stated(
-    known: Mapping[str, Option], values: Mapping[str, Any], where: str = ""
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def stated(kind: type[OptionSet], values: Mapping[str, Any], where: str = "") -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path and the value of every option among values that come from YAML or JSON.
 
     Args:
-        known: the known options by their keys.
+        kind: the class of the options.
         values: the values by key; a section is a dictionary of its own, or empty.
         where: the beginning of error messages, such as the name of the file.
 
     Raises:
-        ValueError: an option is unknown, or a value is of another kind.
+        ValueError: an option is unknown or was renamed, or a value is of another kind.
     """
-    sections = {key.rpartition(".")[0] for key in known}
-    for name, value in values.items():
+    known = {leaf.key: leaf for leaf in leaves(kind)}
+    foreign = {key for key, leaf in known.items() if leaf.kind is dict}
+    sections = {key.rpartition(".")[0] for key in known} | foreign
+    for given, value in values.items():
+        name = kind.aliases.get(given, given)
+        section, _, key = name.partition(".")
+        if name in kind.renamed:
+            raise ValueError(f"{where}there is no {name} any more: {kind.renamed[name]}")
         if name in sections:
             if value and not isinstance(value, Mapping):
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
-            yield from stated(known, {f"{name}.{key}": one for key, one in (value or {}).items()}, where)
+            yield from stated(kind, {f"{name}.{key}": one for key, one in (value or {}).items()}, where)
+        elif section in foreign:
+            yield (*known[section].path, key), typed(value)
         elif name in known:
             yield known[name].path, read_value(known[name], value, f"{where}{name}")
         else:
             raise ValueError(f"{where}unknown option {name!r}.{did_you_mean(str(name), known)}")
+
+
+def typed(value: Any) -> Any:
+    """Return the value that a text means in YAML; unlike YAML 1.1, 2e-4 is a number.
+
+    >>> typed("2e-4"), typed("[1, yes]"), typed("32k")
+    (0.0002, [1, True], '32k')
+    """
+    if isinstance(value, Mapping):
+        return {key: typed(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [typed(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        meant = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    if isinstance(meant, str):
+        with contextlib.suppress(ValueError):
+            return float(meant)
+    return meant
 
 
 def read_value(option: Option, value: Any, where: str) -> Any:
@@ -61,8 +90,9 @@ def read_value(option: Option, value: Any, where: str) -> Any:
         ValueError: the text is no value of the option; the message begins with ``where``.
     """
     if isinstance(value, str):
-        if option.several:
-            value = value.replace(",", " ").split()
+        listed = value.startswith("[") and value.endswith("]")  # as in YAML
+        if option.several or (option.repeated and listed):
+            value = value.strip("[]").replace(",", " ").split()
         elif option.repeated:
             value = [value]
     try:

@@ -8,9 +8,12 @@ products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and with
 
 from __future__ import annotations
 
-from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE, SLIDING_CHUNK, scored_at_once
+from rope_patch.modeling.read_at_once import SLIDING_CHUNK, scored_at_once
 from rope_patch.options.plan import ALL_LINEAR, StepOptions
 from rope_patch.planning.shapes import Layer, Linear, Shape
+
+LOSS_TILE = (4096, 32768)
+"""Size of a tile of logits in TRL's loss [tokens, entries of the vocabulary]."""
 
 OVERHEAD_BYTES = 2 * 2**30
 """An allowance for the CUDA context, library workspaces and memory that the allocator cannot use [bytes]; it is not
@@ -203,11 +206,10 @@ def _casts(options: StepOptions) -> bool:
 def _loss_memory(shape: Shape, options: StepOptions) -> int:
     """Return the size of what lives at the loss, from the last layer's output on [bytes].
 
-    *Source*: what autograd holds for ``cross_entropy(logits.float())`` of a slice of tokens: the backward pass has the
-    log-probabilities, their gradient and that of the float32 logits, (4 + 4 + 4) V per token, which is more than the
-    forward pass. A cap on logits keeps its tanh, in the model's type. Beside the slice there are all hidden states: the
-    last norm's float32 input, its input and output, two gradients, and the sum under way.
+    *Source*: the head of TRL 1.16 (``ChunkedLogProbFunction``): logits are made in tiles of at most 4096 tokens x 32768
+    entries, in the model's type, and the gradient of the states is summed in float32. Beside them there are
+    the last norm's float32 input, its input and output, and two gradients in the model's type.
     """
-    logits = min(LOGITS_AT_ONCE, options.tokens_per_gpu) * shape.vocab * (12 + options.element * shape.capped_logits)
-    # 4 for the norm's float32 input; 5 tensors in the model's type: its input and output, two gradients, the sum.
-    return logits + options.tokens_per_gpu * shape.hidden * (4 + 5 * options.element)
+    # A small vocabulary has a tile of the whole size, too.
+    tile = min(LOSS_TILE[0], options.tokens_per_gpu) * LOSS_TILE[1] * options.element
+    return tile + options.tokens_per_gpu * shape.hidden * (4 + 4 + 4 * options.element)

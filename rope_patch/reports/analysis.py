@@ -137,7 +137,7 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
             types = [name for name in layer.head_types(head) if name not in ("first token", "sink")]
             if types:
                 mass, distance = layer.offset_mass[head].max(0)
-                masses = [number_text(float(x)) for x in (mass, layer.induction_mass[head], layer.repeated_mass[head])]
+                masses = [number_text(float(x)) for x in (mass, layer.induction_mass[head])]
                 logit = " of ".join(number_text(value, 1) for value in analysis.logits.get((layer.index, head), ()))
                 name = Cell(", ".join(types), style="left")
                 rows.append([f"{layer.index}.{head}", name, str(int(distance)), *masses, logit])
@@ -148,8 +148,7 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
         "Types",
         "Distance [tokens]",
         "Attention there",
-        "Induction, text",
-        "Induction, repeated",
+        "Induction",
         "Logit there, of its bound",
     )
     caption = (

@@ -39,8 +39,8 @@ def attention_masses(analysis: Analysis) -> Figure:
         "previous token",
         "one of the tokens 2 to 7 back",
         "first token",
-        "induction, on the text",
-        "induction, on repeated tokens",
+        "all sinks",
+        "induction",
     )
     masses = [
         torch.stack(
@@ -49,8 +49,8 @@ def attention_masses(analysis: Analysis) -> Figure:
                 layer.offset_mass[:, 1],
                 layer.offset_mass[:, 2:].amax(1),
                 layer.first_mass,
+                layer.sink_mass,
                 layer.induction_mass,
-                layer.repeated_mass,
             ),
             dim=1,
         )
@@ -62,8 +62,8 @@ def attention_masses(analysis: Analysis) -> Figure:
     columns = few(range(values.shape[1]))
     panels = [Map(name, values[..., i], rows, columns) for i, name in enumerate(names)]
     caption = (
-        "Mean weight that each head puts on its own token, an earlier one, the first one, and the token that followed "
-        "the same token before (induction). What was not measured is grey."
+        "Mean weight that each head puts on its own token, an earlier one, the first one, sinks, and, in random tokens "
+        "that come twice, the token that followed the same token before (induction). What was not measured is grey."
     )
     return figure(
         plots.heat_maps,

@@ -115,6 +115,10 @@ def _best(comparison: Comparison, column: Column) -> str:
         text += f"{best} ({value}) is best, but not separable from {names_text(equal, 3)}"
     if UNPATCHED in values:
         text += f"; {_unpatched(comparison)} has {value_text(metric, values[UNPATCHED])}"
+    within = [length for length in comparison.spec.lengths if length <= comparison.trained_length]
+    if metric.is_perplexity and within and UNPATCHED in values and best != UNPATCHED:
+        price = comparison.difference(best, UNPATCHED, metric.name, Span(within[-1], 0))
+        text += f". The price of {best}: {change_sentence(metric, price)} within {within[-1]} tokens"
     return f"{text}."
 
 
@@ -213,17 +217,18 @@ def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Ce
     return Cell(estimate, interval, style)
 
 
-def before_after(comparison: Comparison, chosen: str) -> DataTable:
-    """Return the scores of the unpatched model, of a chosen method, and their difference, at every length.
+def before_after(comparison: Comparison, chosen: str, lengths: Sequence[int] = ()) -> DataTable:
+    """Return the scores of the unpatched model, of a chosen method, and their difference.
 
     Args:
         comparison: the comparison, with the unpatched model as ``"default"``.
         chosen: the label of the chosen method.
+        lengths: the lengths that are shown; by default all [tokens].
     """
     before = comparison.scores[UNPATCHED]
     after = comparison.scores[chosen]
     rows: list[Cells] = []
-    for length in comparison.spec.lengths:
+    for length in lengths or comparison.spec.lengths:
         for metric, span in spans_at(comparison.spec, length):
             values = [_value(metric, span, before), _value(metric, span, after)]
             change = metric.difference(after, before, span)

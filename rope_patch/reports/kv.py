@@ -14,7 +14,7 @@ from rope_patch.kv_evaluation.verdicts import NOISE
 from rope_patch.reports.comparison import change_cell, scores_facts
 from rope_patch.runtime import page as pages
 from rope_patch.runtime.captions import windows_text
-from rope_patch.runtime.number_format import number_text
+from rope_patch.runtime.number_format import kl_text, number_text
 from rope_patch.runtime.page import (
     INTERVALS,
     Cell,
@@ -45,7 +45,7 @@ def _results(check: KVCheck) -> Section:
         *(Note(check.meant(method)) for method in check.methods if check.meant(method) != method),
         *(_table(check, length) for length in check.lengths),
     ]
-    return Section("What survives", check.summary(), parts)
+    return Section("What survives", [*check.advice(), *check.summary()], parts)
 
 
 def _table(check: KVCheck, length: int) -> DataTable:
@@ -63,7 +63,7 @@ def _table(check: KVCheck, length: int) -> DataTable:
                     row.format,
                     Cell("rounds nothing" if verdict.idle else verdict.kind, style=verdict.kind),
                     Cell(number_text(row.cache_bits[length]), number_text(row.bits)),
-                    number_text(divergence.kl, 4),
+                    kl_text(divergence.kl),
                     f"{number_text(100 * divergence.top1, 1)} %",
                 ]
             for metric, span in metrics:
@@ -110,7 +110,7 @@ def _attribution(check: KVCheck) -> Section:
         )
         for remedy in attribution.remedies:
             offered = Cell(remedy.offered or "–", style="text")
-            helps.append([name, Cell(remedy.name, style="text"), number_text(remedy.kl, 4), offered])
+            helps.append([name, Cell(remedy.name, style="text"), kl_text(remedy.kl), offered])
             name = ""
     if not costs:
         return Section("Where the cost comes from", ["No format is unsafe.", *causes], [])

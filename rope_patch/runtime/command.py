@@ -18,7 +18,14 @@ SPINS = "10000"
 """How often a thread of a command looks whether the others are ready before it sleeps. At GNU OpenMP's default of
 300,000, commands beside each other use up the cores by waiting: see ``benchmarks/results/busy_cpu.json``."""
 
-EXTRAS = {"matplotlib": "plots", "peft": "train", "datasets": "train", "bitsandbytes": "train", "lm_eval": "eval"}
+EXTRAS = {
+    "matplotlib": "plots",
+    "peft": "train",
+    "trl": "train",
+    "datasets": "train",
+    "bitsandbytes": "train",
+    "lm_eval": "eval",
+}
 """The extra of this package that brings each module which a part of the commands needs."""
 
 

@@ -23,8 +23,6 @@ from filelock import FileLock, Timeout
 HIDDEN_MARK = ".rope-patch"
 """What the names of all hidden files and folders of this module contain."""
 
-NO_ROOM = 2**16
-"""A disk with less room than this is full [bytes]."""
 
 CONFIG_FILES = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
@@ -109,7 +107,7 @@ def link_or_copy(path: Path, place: Path) -> None:
 def naming(out: Path) -> Iterator[None]:
     """Name what is written in errors of the system about a full disk or a hidden file.
 
-    What copies a file names its source, and libraries have errors of their own, some of which do not say what is wrong.
+    What copies a file names its source, and libraries have errors of their own.
 
     Args:
         out: the file or folder that is written.
@@ -119,9 +117,8 @@ def naming(out: Path) -> Iterator[None]:
     except Exception as error:
         number = getattr(error, "errno", None)
         filename = str(getattr(error, "filename", None))
-        # safetensors says it in a text, and deletes what it has written; torch only says that a write failed.
-        torch_fails = isinstance(error, RuntimeError) and shutil.disk_usage(out.parent).free < NO_ROOM
-        if torch_fails or os.strerror(errno.ENOSPC) in str(error):
+        # safetensors says it in a text.
+        if os.strerror(errno.ENOSPC) in str(error):
             number = errno.ENOSPC
         if number in (errno.ENOSPC, errno.EDQUOT) or (number is not None and HIDDEN_MARK in filename):
             raise OSError(number, os.strerror(number), str(out)) from error

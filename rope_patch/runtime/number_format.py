@@ -37,6 +37,30 @@ def perplexity_text(value: float) -> str:
     return f"{value:.2e}"
 
 
+def probability_text(logprob: float) -> str:
+    """Return the probability of a log-probability in percent [nats].
+
+    >>> probability_text(-0.15), probability_text(-15.0)
+    ('86 %', 'under 0.1 %')
+    """
+    share = 100 * math.exp(logprob)
+    if share < 0.1:
+        return "under 0.1 %"
+    digits = 0 if share >= 10 else 1
+    return f"{share:.{digits}f} %"
+
+
+def kl_text(value: float) -> str:
+    """Return a KL divergence with four decimals; a smaller one is not written as 0.
+
+    >>> kl_text(0.0312), kl_text(3.2e-6)
+    ('0.0312', '3.2e-06')
+    """
+    if 0 < value < 1e-4:
+        return f"{value:.1e}"
+    return number_text(value, 4)
+
+
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
     """Return a number for reports, with a minus sign instead of a hyphen, ∞ for infinity and a dash for NaN."""
     if math.isnan(value):

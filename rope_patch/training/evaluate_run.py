@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -16,26 +15,29 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.parallel import processes
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.documents import encode
+from rope_patch.training.documents import text_column
 
 SEED_OFFSET = 1_000_003
 """Number that is added to the seed, so that a run is not evaluated on prompts that `compare` uses with a small seed."""
 
 
-def suite_of(
-    options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None = None
-) -> EvalSuite:
+def suite_of(options: RecipeOptions, tokenizer: PreTrainedTokenizerBase, held_out: Any = None) -> EvalSuite:
     """Return the texts and prompts of a run's evaluations.
 
     Args:
         options: the options of the run.
         tokenizer: the tokenizer of the model.
-        texts: the texts that were held out of the training data; empty or None for those that the options name.
+        held_out: the documents that were held out of the training data, as a ``datasets`` dataset; None if there are
+            none. Perplexity is measured on their texts, unless the options name another text.
 
     Raises:
         ValueError: the task cannot be asked at these lengths, or there is too little text.
     """
     spec = options.evaluation.spec
     lengths = options.evaluation_lengths
+    texts: list[str] = []
+    if held_out is not None and spec.text is None and text_column(options) in held_out.column_names:
+        texts = list(held_out[text_column(options)])
     # The text is scored between the lengths alone, so it needs no finer position buckets.
     spec = replace(
         spec, lengths=lengths, tasks=(options.evaluation.task,), bucket=max(lengths), seed=SEED_OFFSET + spec.seed

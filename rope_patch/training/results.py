@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import Trainer
 
 from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.evaluation.suite import EvalResult, retrieval_warnings
@@ -19,11 +20,10 @@ from rope_patch.options.yaml_and_json import to_dict, to_yaml
 from rope_patch.patching.verify import shortened, trained_length, verify_model
 from rope_patch.runtime.folders import write_atomically
 from rope_patch.runtime.page import Cells, DataTable, markdown_table
+from rope_patch.training.checks import tokens_per_step
 from rope_patch.training.evaluate_run import changes, metrics
 from rope_patch.training.models import BUNDLED_MODELS
-from rope_patch.training.pack_rows import rows_per_step
 from rope_patch.training.runs import RESULTS_FILE
-from rope_patch.training.trainer import LongTrainer
 
 CARD_TEMPLATE = """---
 {head}---
@@ -65,7 +65,7 @@ def write_results(
     out: Path,
     options: RecipeOptions,
     command: str,
-    trainer: LongTrainer,
+    trainer: Trainer,
     evaluations: Mapping[str, EvalResult],
     text: str,
 ) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def write_results(
         "steps": state.global_step,
         "best_step": state.best_global_step,
         "target_length": record.target_length or options.target_length,
-        "tokens": state.global_step * rows_per_step(options) * options.data.length,
+        "tokens": state.global_step * tokens_per_step(options, trainer.args),
         "losses": [{"step": entry["step"], "loss": entry["loss"]} for entry in state.log_history if "loss" in entry],
         "environment": environment(model),
         "text": text,
@@ -138,7 +138,7 @@ def adapter_card(options: RecipeOptions, results: dict[str, Any], after: EvalRes
     patch = shortened(results["patch"])
     head: dict[str, Any] = {"library_name": "transformers"}
     warning = ""
-    if options.lora.rank > 0:
+    if options.lora_rank:
         head["library_name"] = "peft"
         if patch != "default":
             warning = ADAPTER_WARNING

@@ -119,6 +119,8 @@ def test_every_part_is_there(family):
     out = json.loads(result.to_json())
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result)
+    stopped = 100 * result.p_sweep[0].logit_share
+    assert ("p of 0.5" in out["findings"][-1]) == (stopped < 5)
     assert [point["p"] for point in out["p_sweep"]] == [0.5]
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64

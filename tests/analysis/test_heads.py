@@ -70,8 +70,7 @@ def loops(rows, layers, window):
     collected = defaultdict(list)
     far = defaultdict(list)
     all_of = defaultdict(list)
-    for r, row in enumerate(rows.tolist()):
-        states = layers[r]
+    for r, states in enumerate(layers[: len(rows)]):
         for i in range(tokens):
             w = states.weights[:, i]
             if i < start:
@@ -85,10 +84,6 @@ def loops(rows, layers, window):
             collected["distance"].append(sum(w[:, j] * (i - j) for j in sees))
             collected["given"].append(w.sum(1))
             collected["entropy"].append(-sum(w[:, j] * numpy.log(w[:, j].clip(1e-300)) for j in sees))
-            same = [j for j in sees if 0 < j < i and row[j - 1] == row[i]]
-            if same:
-                collected["induction"].append(w[:, same].sum(1))
-                collected["chance"].append(len(same) / len(sees))
             for j in sees:
                 all_of[r, j].append(w[:, j])
                 if i - j >= SINK_DISTANCE:
@@ -110,8 +105,6 @@ def loops(rows, layers, window):
         "sink_position": [[at[1] for at in row] for row in places],
         "sink_token": [[int(rows[at]) for at in row] for row in places],
         "sink_weight": [[draws[at][h] for at in row] for h, row in enumerate(places)],
-        "induction_mass": mean.get("induction", numpy.full(heads, numpy.nan)),
-        "induction_chance": mean.get("chance", 0.0),
         "distance": mean["distance"] / mean["given"],
         "entropy": mean["entropy"],
     }
@@ -168,11 +161,11 @@ def test_short_texts_and_small_windows(window, tokens, monkeypatch):
     rows = few_kinds(1, tokens, seed=3)
     in_blocks(monkeypatch, rows, 4)
     for layer in compare_to_loops(model, rows, [window] * 2, monkeypatch).layers:
-        assert layer.repeated_mass.isnan().all() and layer.sink_position.shape == (4, min(SINKS_PER_HEAD, tokens))
+        assert layer.induction_mass.isnan().all() and layer.sink_position.shape == (4, min(SINKS_PER_HEAD, tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_repeated_mass_is_induction_on_random_tokens_that_come_twice(name, monkeypatch):
+def test_induction_is_measured_on_random_tokens_that_come_twice(name, monkeypatch):
     model = model_of(name)
     row = text(40)
     again = repeated_tokens(row[None])
@@ -180,12 +173,11 @@ def test_repeated_mass_is_induction_on_random_tokens_that_come_twice(name, monke
     states = attended(model, again[None], monkeypatch)
     for layer in measure_heads(model, row).layers:
         window = SLIDING.get(name, [None] * 2)[layer.index]
-        expected = loops(again[None], [states[0][layer.index]], window)
-        torch.testing.assert_close(
-            layer.repeated_mass.numpy(), expected["induction_mass"], rtol=1e-5, atol=1e-5, equal_nan=True
-        )
-        assert layer.repeated_mass.isnan().all() == (window == 16), "the match is 19 tokens back"
-        assert layer.induction_mass.isnan().all() and layer.induction_chance == 0, "no token of the text comes twice"
+        weights = states[0][layer.index].weights
+        expected = numpy.mean([weights[:, i, i - 19] for i in range(20, 40)], 0)
+        if window == 16:  # the match is 19 tokens back
+            expected = numpy.full(4, numpy.nan)
+        numpy.testing.assert_allclose(layer.induction_mass, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_fixed_distance_is_not_taken_for_induction():
@@ -193,7 +185,7 @@ def test_a_fixed_distance_is_not_taken_for_induction():
     model = golden(["diagonal", "previous"])
     for tokens, measured in ((4, False), (16, False), (18, True)):
         layer = measure_heads(model, text(60)[:tokens] % 50 + 1).layer(1)
-        assert layer.repeated_mass.isnan().all() != measured
+        assert layer.induction_mass.isnan().all() != measured
         assert not any("induction" in layer.head_types(head) for head in range(4))
 
 
@@ -247,7 +239,8 @@ def test_nothing_is_as_large_as_the_weights(name, monkeypatch):
         return seen.largest
 
     assert 4 * 16 * 40 < largest(16) < 600 * 600 / 2
-    assert largest(512) >= 4 * 512 * 512, "the measure sees what it should"
+    # Kernels read llama, and what a kernel cannot read is read in blocks.
+    assert (largest(512) >= 4 * 512 * 512) == (name == "gemma2"), "the measure sees what it should"
 
 
 def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
@@ -355,9 +348,7 @@ def test_a_golden_layer_is_recovered_head_by_head(order, layer):
         ({"first_mass": 0.5, "sink_mass": 0.5}, ("first token",)),
         ({"first_mass": 0.4, "sink_mass": 0.5}, ("sink",)),
         ({"induction_mass": 0.9}, ("induction",)),
-        ({"induction_mass": 0.9, "induction_chance": 0.5}, ()),
-        ({"induction_mass": math.nan, "repeated_mass": 0.5}, ("induction",)),
-        ({"induction_mass": math.nan, "repeated_mass": math.nan}, ()),
+        ({"induction_mass": math.nan}, ()),
     ],
 )
 def test_head_types_by_hand(values, expected):
@@ -387,7 +378,6 @@ def test_a_head_that_looks_for_content_attends_far_to_few_keys():
         first_mass=values(0.0, 0.8, 0.0, 0.0, 0.1),
         sink_mass=values(0.0, 0.9, 0.0, 0.0, 0.0),
         induction_mass=values(math.nan, 0.0, 0.0, 0.9, math.nan),
-        repeated_mass=values(*[math.nan] * 5),
         entropy=values(6.0, 0.5, 0.5, 0.5, 1.0),
     )
     assert layer.content_mass.tolist() == pytest.approx([1.0, 0.1, 0.1, 0.1, 0.9])

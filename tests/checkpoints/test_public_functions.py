@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 from support.hub import cached_repository
-from support.patches import edit_json
-from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
@@ -128,11 +126,3 @@ def test_save_refuses_what_is_no_tokenizer_before_it_writes(root, tmp_path):
     with pytest.raises(TypeError, match="transformers"):
         rope_patch.save(rope_patch.load(root / "patched"), tmp_path / "out", tokenizer="llama")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("call", [rope_patch.inspect, rope_patch.verify])
-def test_a_config_of_a_million_layers_is_refused_at_once(call, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", lambda config: config.update(num_hidden_layers=10**6, layer_types=None))
-    with pytest.raises(ValueError, match="num_hidden_layers"):
-        call(tmp_path)

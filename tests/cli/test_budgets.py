@@ -1,9 +1,9 @@
-"""Commands say first how much they read and how long that takes; ``extend`` takes a time."""
+"""Commands say first how much they read and how long that takes."""
 
 from __future__ import annotations
 
 import pytest
-from support.commands import DOMAINS, fail, invoke
+from support.commands import DOMAINS, invoke
 
 import rope_patch
 
@@ -34,11 +34,3 @@ def test_tokens_and_time_are_said_before_anything_is_read(tmp_path, words, line)
     result = invoke(command, BUNDLED, *options, "--no-report", "--json", "--dtype", "float32", "-o", tmp_path)
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith(line), result.stderr
-
-
-@pytest.mark.parametrize(("speed", "larger"), [(100.0, "--budget 2m"), (0.5, "a larger budget")])
-def test_extend_says_which_budget_would_do_and_leaves_nothing_behind(tmp_path, monkeypatch, speed, larger):
-    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: speed)
-    line = fail("extend", BUNDLED, "--length", "1k", "--budget", "1s", "-o", tmp_path / "out")
-    assert line.endswith(f"name fewer methods, or give {larger}\n") and "ZeroDivision" not in line
-    assert list(tmp_path.iterdir()) == []

@@ -96,7 +96,7 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     assert data["model"] == "tuned" and data["methods"]["default"]["patch"] == "yarn:factor=4"
     page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
     assert all("default: yarn:factor=4, as loaded" in text for text in (printed, page_text))
-    assert "rounds nothing  " in printed and "undecided" not in printed
+    assert "rounds nothing" in printed and "undecided" not in printed
     assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)
 
 

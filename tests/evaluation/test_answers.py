@@ -11,7 +11,7 @@ from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
 from support.prompting import HAY, ROOM, TOKENIZER, bold
 
-from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.suite import retrieval_warnings
@@ -51,7 +51,7 @@ def chatty():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, task):
-    maker = PromptMaker(chatty, HAY, turns=chat_turns(chatty))
+    maker = PromptMaker(chatty, HAY, frame=chat_frame(chatty))
     length = 400 + ROOM.get(task, 0)
     for prompt in maker.prompts(task, length, [0.0, 0.5, 1.0]):
         body, _, said = prompt.text.rpartition("\n[assistant]\n")
@@ -77,7 +77,7 @@ Today: {{ today }}. {{ line() }}
 
 def test_a_template_that_prints_the_date_always_prints_the_same(chatty):
     chatty.chat_template = DATED
-    before, after = chat_turns(chatty)
+    before, after = chat_frame(chatty)
     assert before == "[system]\nToday: 26 Jul 2024. Now Friday, 26 July 2024\n[user]\n" and after == "\n[assistant]"
     message = [{"role": "user", "content": "x"}]
     today = chatty.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -87,7 +87,7 @@ def test_a_template_that_prints_the_date_always_prints_the_same(chatty):
 def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chatty):
     asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
     first = retrieval(bold(), chatty, **asked)
-    digest = hashlib.sha256(json.dumps(chat_turns(chatty)).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(chat_frame(chatty)).encode()).hexdigest()
     assert first.chat is True and first.chat_sha256 == digest
     chatty.chat_template = TEMPLATE.replace("[assistant]", "[model]")
     assert retrieval(bold(), chatty, **asked).chat_sha256 not in (digest, "")
@@ -101,9 +101,9 @@ def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chat
 def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_used(chatty, template):
     chatty.chat_template = template
     with pytest.warns(UserWarning, match="plain"):
-        assert chat_turns(chatty, "auto") is None
+        assert chat_frame(chatty, "auto") is None
     with pytest.raises(ValueError, match="off"):
-        chat_turns(chatty, "on")
+        chat_frame(chatty, "on")
 
 
 # --- scores that are low within the trained length

@@ -108,7 +108,7 @@ CHANGES = {
     },
     check: {
         "format": lambda model, stored: check(model, stored, ("k=int2;v=none",)),
-        "lengths": lambda model, stored: check(model, stored, lengths=(40,)),
+        "lengths": lambda model, stored: check(model, stored, lengths=(40, 48)),
         "windows": lambda model, stored: check(model, stored, windows=1),
         "chunk": lambda model, stored: check(model, stored, chunk=20),
         "continuation": lambda model, stored: check(model, stored, decode=2),

@@ -141,7 +141,7 @@ def test_logits_that_are_not_finite_are_refused(bad, cached):
     model = bold()
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(0, torch.tensor([0]), bad))
     cache = DynamicCache if cached else None
-    with pytest.raises(ValueError, match="position 67"):
+    with pytest.raises(ValueError, match="72 tokens"):
         retrieval(model, TOKENIZER, lengths=[72], depths=[0.5], samples=1, haystack=HAY, cache=cache)
 
 

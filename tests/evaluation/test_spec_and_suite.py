@@ -55,11 +55,18 @@ def test_a_spec_that_cannot_be_measured_is_refused(changes):
         EvalSpec(**{"lengths": [256], **changes})
 
 
+def test_no_batch_and_no_range_of_positions_is_empty():
+    spec = EvalSpec([20], batch_tokens=16)
+    assert (spec.window_batch, spec.edges) == (1, list(range(0, 21, 2)))
+
+
 def test_eight_windows_are_read_by_default_or_as_many_as_the_text_has_room_for(tokenizer):
     tokens = len(tokenizer(TEXT, add_special_tokens=False).input_ids)
     for length, windows in ((tokens // 20, 8), (tokens // 3 + 1, 3)):  # each begins with a special token
         suite = EvalSuite(EvalSpec([length], tasks=[]), tokenizer, text=TEXT)
         assert len(suite.windows) == windows
+    with pytest.raises(ValueError, match=f"need {4 * (tokens // 3)} tokens"):
+        EvalSuite(EvalSpec([length], windows=4, tasks=[]), tokenizer, text=TEXT)
 
 
 # --- the suite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -26,24 +27,25 @@ from transformers import AutoModelForCausalLM, Trainer
 import rope_patch
 from rope_patch.checkpoints.folder_patch import restore_folder
 from rope_patch.cli.parsing import parse_words
+from rope_patch.evaluation.finished_work import FinishedWork
 from rope_patch.evaluation.needle_suite import NeedleSuite
-from rope_patch.extending.card import checkpoint_card
-from rope_patch.extending.extend import Run, extend
-from rope_patch.extending.round_sizes import TOO_FEW
+from rope_patch.extending.begin import begin, candidates
+from rope_patch.extending.extend import choose_task, extend
+from rope_patch.extending.measure import Clock
+from rope_patch.extending.served_by import served_by
 from rope_patch.extending.train_adapter import Training, plan_training, train_adapter
-from rope_patch.extending.write_extended import other_programs, write_extended
+from rope_patch.extending.write_extended import write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import options_from_dict, to_dict
 from rope_patch.runtime.progress import listen
+from rope_patch.texts.builtin_text import builtin_text
 
 pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5}
-MANY = 13_400
-FEW = 4_100  # tokens, so that a budget gives the same rounds on every machine
-ONE_METHOD = {**QUICK, "methods": ["yarn"], "budget": 40, "tokens": FEW}
+ONE_METHOD = {**QUICK, "methods": ["yarn"]}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,19 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def extended(llama, tmp_path_factory):
+def short(tmp_path_factory):
+    """A text with room for four windows of 512 tokens, so that all of it is read on every machine."""
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_text(builtin_text("heldout").text[:6_000])
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def extended(llama, short, tmp_path_factory):
     folder = tmp_path_factory.mktemp("extend") / "out"
     said = []
     with listen(on_sentence=said.append):
-        outcome = extend(llama, TOKENIZER, output=folder, budget=70, tokens=MANY, **QUICK)
+        outcome = extend(llama, TOKENIZER, output=folder, text=short, **QUICK)
     return outcome, said
 
 
@@ -70,12 +80,8 @@ def speed(monkeypatch):
 
 
 def test_the_folder_is_one_of_plain_transformers(extended, llama):
-    outcome, said = extended
+    outcome, _ = extended
     assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
-    weights = 4 * sum(p.numel() for p in llama.parameters()) / 2**30
-    size = llama.config
-    cache = 2 * 4 * size.num_hidden_layers * size.num_key_value_heads * size.head_dim * 512 / 2**30
-    assert any(f"(weights {weights:.2g}, KV cache {cache:.2g})" in sentence for sentence in said)
     assert (outcome.output / "LICENSE.txt").read_text() == "the terms"
     record = rope_patch.verify(outcome.output).record
     restored = outcome.output.parent / "restored"
@@ -96,31 +102,42 @@ def test_the_card_and_the_record_say_why(extended):
     assert record["chosen"] == "yarn:factor=2" and record["trained_length"] == 256 and record["length"] == 512
     assert len(record["rounds"][0]["rows"]) == 4, "the unpatched model beside three candidates"
     page = (outcome.output / "README.md").read_text()
-    assert record["reason"] in page and "`nope`" in page and "+" in page
+    assert all(sentence in page for sentence in record["verdict"]) and "`nope`" in page and "+" in page
     row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+ of \d+) \| (\S+ of \d+) ", page)
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert row[2] == after.scores.retrieval["passkey"].answered(512)
-    assert record["other_programs"] == [] and "MLX compute the same table" in page
+    assert record["evaluated"][0]["served_by"]["mlx"] == "" and "MLX" in page
     again = parse_words(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
     assert again.settings == outcome.options
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
 
 
-def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
-    with rope_patch.patched(llama, "mrrope", factor=2.0, target_length=512):
-        rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
-    (sentence,) = (one for one in other_programs(tmp_path / "model") if "llama.cpp" in one)
-    assert re.fullmatch(r"llama\.cpp \w+: .+longrope.+ Run: rope-patch export \S+/model --to gguf .+", sentence)
-    outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
-    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in checkpoint_card(outcome, LLAMA)
+def test_programs_that_run_a_method_are_asked(llama):
+    """llama.cpp knows no longrope, which encodes mrrope; SGLang takes an attention factor of 1 as an option."""
+    source = llama.name_or_path
+    assert set(served_by(llama, "yarn", source, 512)) == {"transformers-4", "vllm", "sglang", "llama.cpp", "mlx"}
+    assert "llama.cpp" not in served_by(llama, "mrrope", source, 512)
+    served = served_by(llama, "yarn:attention_factor=1", source, 512)
+    assert served["vllm"] == "" and "rope_parameters" in served["sglang"] and "llama.cpp" not in served
+    assert rope_patch.inspect(llama).record is None
 
 
-def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
+def test_methods_that_a_named_program_does_not_run_are_left_out_and_said(llama):
+    said = []
+    options = {"model": llama.name_or_path, "length": 512, "methods": ["yarn", "mrrope"]}
+    with listen(on_sentence=said.append):
+        kept = candidates(llama, options_from_dict(ExtendSettings, options | {"for_programs": ["vllm llama.cpp"]}))
+    assert kept == ("yarn:factor=2",) and any("mrrope" in sentence for sentence in said)
+    with pytest.raises(ValueError, match="programs"):
+        candidates(llama, options_from_dict(ExtendSettings, options | {"methods": ["mrrope"], "for_programs": ["mlx"]}))
+
+
+def test_an_interrupted_run_goes_on_and_ends_alike(llama, short, extended, tmp_path):
     def stop(stage, tokens):
         if stage == "pi:factor=2":
             raise KeyboardInterrupt
 
-    options = {"output": tmp_path / "out", "budget": 70, "tokens": MANY, **QUICK}
+    options = {"output": tmp_path / "out", "text": short, **QUICK}
     with listen(stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert not (tmp_path / "out").exists() and rope_patch.inspect(llama).record is None
@@ -149,18 +166,18 @@ def test_card_and_terms_of_a_base_on_the_hub_are_kept_as_far_as_they_can_be_had(
     else:
         monkeypatch.setattr("huggingface_hub.snapshot_download", incomplete)
     outcome = replace(extended[0], options=replace(extended[0].options, model="someone/llama"), output=None)
-    write_extended(outcome, out, llama, TOKENIZER, None, overwrite=False)
+    write_extended(outcome, out, llama, TOKENIZER, overwrite=False)
     head = metadata_load(out / "README.md")
     assert (head["base_model"], head["license"], head["language"]) == ("someone/llama", "llama3", ["en", "de"])
     assert (out / "BASE_README.md").read_text() == texts["README.md"] and (out / "LICENSE").exists() == reached
 
 
-def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
+def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, short, tmp_path):
     def stop(sentence):
         if sentence.startswith("plain transformers gives"):
             raise KeyboardInterrupt
 
-    options = {"output": tmp_path / "out", **ONE_METHOD}
+    options = {"output": tmp_path / "out", "text": short, **ONE_METHOD}
     with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
@@ -168,26 +185,33 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
     assert rope_patch.verify(tmp_path / "out").record.target_length == 512
 
 
-def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", lambda *_: torch.zeros(1, 1))
+def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, short, tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", lambda *_, **__: torch.zeros(1, 1))
     with pytest.raises(RuntimeError, match="other logits"):
-        extend(llama, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
+        extend(llama, TOKENIZER, output=tmp_path / "out", text=short, **ONE_METHOD)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
 
-def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
-    settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK})
-    read = []
-    run = Run(llama, TOKENIZER, settings, tmp_path / "out", MANY)
-    rounds, _ = run.plan()
-    announced = []
-    with listen(lambda stage, tokens: read.append(tokens), on_more=announced.append):
-        run.choose_task()
-        first, _ = run.measure(rounds[:2])
-    assert len(first.rows) == 4
-    more = 3 * (rounds[1].windows - rounds[0].windows)
-    assert sum(read) == run.tokens(rounds[:2]) == 256 + (4 * rounds[0].windows + more) * 512
-    assert sum(announced) == 0, "what the first round measured is announced for the second, and taken off again"
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_check_attends_as_the_model_and_leaves_it_in_training(short, tmp_path, attention):
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32, attn_implementation=attention).train()
+    assert extend(model, TOKENIZER, output=tmp_path / "out", text=short, **ONE_METHOD).output is not None
+    assert model.training
+
+
+def test_weights_that_nobody_needs_are_freed_before_the_check(extended, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    alive = []
+
+    def check(folder, vocabulary, device, attention):
+        alive.append(sum(parameter.numel() for parameter in model.parameters()))
+        return torch.zeros(1, 1)
+
+    monkeypatch.setattr("rope_patch.extending.write_extended.plain_logits", check)
+    for owned in (False, True):
+        with pytest.raises(RuntimeError, match="other logits"):
+            write_extended(extended[0], tmp_path / "out", model, TOKENIZER, overwrite=False, owned=owned)
+    assert alive[0] > 0 and alive[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +219,7 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path):
     [(["passkey", "niah"], "passkey", 1), (["niah"], "niah", 2), ([], "niah", 2)],
     ids=["both", "niah", "neither"],
 )
-def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, answered, asked, read):
+def test_it_asks_what_the_unpatched_model_answers(llama, monkeypatch, speed, answered, asked, read):
     settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK})
     said = []
     probes = []
@@ -207,58 +231,61 @@ def test_it_asks_what_the_unpatched_model_answers(llama, tmp_path, monkeypatch, 
         return SimpleNamespace(retrieval={suite.task: result})
 
     monkeypatch.setattr(NeedleSuite, "run", graded)
-    run = Run(llama, TOKENIZER, settings, tmp_path / "out")
+    suites = begin(llama, TOKENIZER, settings).suites
     with listen(lambda *_: None, on_sentence=said.append):
-        run.choose_task()
-    assert run.suite.task == asked and run.suite.spec.lengths == (256, 512)
+        suite = choose_task(llama, suites, Clock(math.inf, 1.0), FinishedWork({}, ""))
+    assert suite.task == asked and suite.spec.lengths == (256, 512)
     assert len(probes) == read and all(one.spec.lengths == (256,) and len(one.laden) == 1 for one in probes)
     assert bool(said) == (asked == "niah")
 
 
-def test_a_task_that_is_given_is_asked(llama, tmp_path, monkeypatch):
+def test_a_task_that_is_given_is_asked(llama, monkeypatch, speed):
     monkeypatch.setattr(NeedleSuite, "run", None)
-    run = Run(
-        llama, TOKENIZER, options_from_dict(ExtendSettings, {"model": "llama", "tasks": ["niah"], **QUICK}), tmp_path
+    options = options_from_dict(ExtendSettings, {"model": "llama", "tasks": ["niah"], **QUICK})
+    assert (
+        choose_task(llama, begin(llama, TOKENIZER, options).suites, Clock(0.0, 1.0), FinishedWork({}, "")).task
+        == "niah"
     )
-    run.choose_task()
-    assert run.suite.task == "niah"
 
 
-@pytest.mark.parametrize(("slower", "rounds"), [(1.0, 3), (1.6, 2)])
-def test_a_round_that_would_end_behind_the_budget_is_left_out(tmp_path, monkeypatch, slower, rounds, speed):
-    model = bold(max_position_embeddings=256)
-    settings = options_from_dict(ExtendSettings, {"model": "llama", **QUICK, "budget": 20})
-    now = [0.0]
-    monkeypatch.setattr("rope_patch.extending.extend.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("rope_patch.extending.choose_method.MethodEvaluator.settled", lambda *_, **__: False)
-    run = Run(model, TOKENIZER, settings, tmp_path / "out")
-    planned, _ = run.plan()
-    assert len(planned) == 3
-
-    def read(stage, tokens):
-        now[0] += slower * tokens / 1000
-
-    said = []
-    with listen(read, on_sentence=said.append):
-        assert len(run.measure(planned)) == rounds
-    assert ("no time for round" in str(said)) == (rounds < 3)
-
-
-def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
+def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(short, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
-    extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
+    extend(model, TOKENIZER, output=tmp_path / "out", text=short, **ONE_METHOD)
     written, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", LLAMA))
     assert written.keys() == before.keys() and all(torch.equal(written[name], before[name]) for name in before)
 
 
-def test_the_command_says_no_with_a_status_of_its_own(tmp_path, speed):
-    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
-    result = invoke(*arguments, "--budget", "6s", "--dtype", "float32", "--threads", "1")
+def test_the_command_says_no_with_a_status_of_its_own(short, tmp_path, speed):
+    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "nope", "--text", short]
+    result = invoke(*arguments, "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
     report = "".join(Page((tmp_path / "out.work" / "report.html").read_text()).text)
     for text in (report, result.stdout):
-        assert text.index("Nothing was written") < text.index("--train") < text.index("Scores")
+        assert "Nothing was written" in text and "--train" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_without_time_for_a_window_says_how_long_one_takes(short, tmp_path, monkeypatch):
+    """At a token a second 512 tokens take 8.5 minutes, and four times as long under three methods and without one.
+
+    With a reserve of a fifth, and .9 of the budget for measuring, that is 45.5 minutes.
+    """
+    monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1.0)
+    arguments = ["--length", "512", "-o", tmp_path / "out", "--methods", "yarn pi nope", "--tasks", "passkey"]
+    result = invoke("extend", LLAMA, *arguments, "--text", short, "--budget", "1m", "--dtype", "float32")
+    assert result.exit_code == 4 and "9 minutes" in result.stdout and "--budget 46m" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_printed_is_short_and_the_rounds_are_asked_for(llama, short, tmp_path):
+    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn nope", "--text", short]
+    arguments += ["--tolerance", "0.5", "--threads", "1", "--no-report"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) <= 20
+    price, where = result.stdout.splitlines()[:2]
+    assert "yarn" in price and "%" in price and "vLLM" in where
+    more = invoke(*arguments, "--force", "-v").stdout
+    assert "Round 1" in more and "Round 1" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -273,6 +300,7 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, speed):
         ({"tolerance": -0.1}, "-0.1"),
         ({"train_rows": 9}, "--train"),
         ({"length": 10**7, "methods": ["p_rope"]}, "9999999 tokens"),
+        ({"for_programs": ["vlm"]}, "vlm"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, changes, message):
@@ -283,13 +311,17 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
     assert not read and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("budget", "warned"), [(["--budget", "3s"], True), ([], False)])
-def test_a_dry_run_says_how_much_is_read_and_where_that_hardly_tells_methods_apart(tmp_path, budget, warned, speed):
-    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", *budget]
+def test_a_dry_run_says_what_would_be_read_and_written_in_ten_lines(llama, tmp_path, speed):
+    """3 methods and none over 512 tokens at 1000 a second; 8 windows, then 8 more of the best two, then 16 and 32."""
+    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn pi nope"]
     result = invoke(*arguments, "--dry-run", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "in all: " in result.output
-    assert (TOO_FEW in result.output) == warned
+    said = result.stderr.splitlines()
+    assert len(said) <= 10 and any(line.startswith("methods: yarn:factor=2, pi") for line in said)
+    tokens = 512 * (4 * 8 + 3 * 8 + 3 * 16)
+    weights = 4 * sum(p.numel() for p in llama.parameters()) / 2**30
+    for number in (f"{tokens:,}", f"weights {weights:.2g}", "3 seconds", f"{tmp_path / 'out'}"):
+        assert number in result.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -340,34 +372,34 @@ SCALED = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "candidates"),
+    ("kind", "methods"),
     [
         ("llama3", ["llama3:factor=2", "yarn:factor=2", "mrrope:factor=2", "abf:factor=4"]),
         ("yarn", ["yarn:factor=2", "mrrope:factor=2", "llama3:factor=2", "abf:factor=4"]),
         ("linear", ["pi:factor=2", "abf:factor=4"]),
     ],
 )
-def test_a_scaled_checkpoint_has_candidates_of_its_own(tmp_path, kind, candidates):
+def test_a_scaled_checkpoint_has_candidates_of_its_own(kind, methods):
     """The one that raises its own type stands first; what several methods miss is said once."""
     scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **SCALED[kind]}
     model = tiny_model(max_position_embeddings=256, rope_parameters=scaling)
     said: list[str] = []
     with listen(on_sentence=said.append):
-        run = Run(model, TOKENIZER, options_from_dict(ExtendSettings, {"model": "m", "length": 512}), tmp_path / "out")
-    assert run.methods == candidates
+        found = candidates(model, options_from_dict(ExtendSettings, {"model": "m", "length": 512}))
+    assert list(found) == methods
     said = [line for line in said if line.startswith("left out")]
     assert [line.split(": ")[1] for line in said] == ["yarn, mrrope, llama3"] * (kind == "linear")
 
 
-def test_a_gguf_file_is_extended_to_a_folder(llama, tmp_path):
+def test_a_gguf_file_is_extended_to_a_folder(llama, short, tmp_path):
     model = rope_patch.load(write_toy(llama, tmp_path / "model.gguf"))
-    outcome = extend(model, TOKENIZER, output=tmp_path / "out", **ONE_METHOD)
+    outcome = extend(model, TOKENIZER, output=tmp_path / "out", text=short, **ONE_METHOD)
     assert outcome.output is not None and rope_patch.verify(outcome.output).record.target_length == 512
 
 
 @pytest.mark.slow
-def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path, monkeypatch):
-    options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "tokens": 20_000}
+def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, short, tmp_path, monkeypatch):
+    options = {**ONE_METHOD, "output": tmp_path / "out", "text": short}
     outcome = extend(llama, TOKENIZER, train=True, train_rows=8, **options)
     rows = [(row.method, row.trained) for row in outcome.comparison.rows]
     assert rows == [("default", False), ("yarn:factor=2", False), ("yarn:factor=2", True)]
@@ -409,7 +441,7 @@ def test_on_a_gpu_a_family_that_no_plan_covers_is_trained_on_short_rows(tmp_path
     memory = SimpleNamespace(total_memory=2**36)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    assert plan_training(model, options, 128, None).positions == "pose"
+    assert plan_training(model, options, 128, 100.0).positions == "pose"
 
 
 def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
@@ -418,6 +450,6 @@ def test_a_text_for_few_windows_is_used_as_it_is(tmp_path):
     text.write_text("The longest river of Africa is the Nile. " * 80)
     options = ExtendSettings("tiny", 512, methods=("yarn",), evaluation=EvalSpec((512,), text=str(text)))
     with listen(on_sentence=said.append):
-        run = Run(tiny_model(vocab_size=1024, max_position_embeddings=256), TOKENIZER, options, tmp_path / "out")
-    assert 0 < len(run.suite.windows) < 4
-    assert f" {len(run.suite.windows)} windows of 512 tokens" in said[0]
+        start = begin(tiny_model(vocab_size=1024, max_position_embeddings=256), TOKENIZER, options)
+    windows = len(start.suites[0].windows)
+    assert 0 < windows < 4 and f" {windows} windows of 512 tokens" in said[0]

@@ -9,7 +9,7 @@ from support.task_index import our_tasks
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 
 TEMPLATE = (
@@ -42,7 +42,7 @@ def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name,
     task.build_all_requests(
         apply_chat_template=True, chat_template=model.apply_chat_template, tokenizer_name="chatty", limit=3
     )
-    maker = PromptMaker(tokenizer, "noise", turns=chat_turns(tokenizer))
+    maker = PromptMaker(tokenizer, "noise", frame=chat_frame(tokenizer))
     for request in task.instances:
         text, options = request.args
         assert "[assistant]\n" in text and text.endswith((" is ", " are "))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,9 @@ def test_decoding_equals_the_streaming_cache_token_by_token(family, chunk):
 def test_decoding_is_in_the_result_and_counts_for_the_verdict():
     check = check_cache(small(), TOKENIZER, FORMATS[:1], tolerance=1.0, **ASKED)
     row = check.rows[1]
-    assert f"{STEPS} tokens written greedily after {PROMPT}" in check.summary()[-1]
+    numbers = re.findall(r"\b\d+(?:\.\d{4})?\b", check.summary()[-1].partition(" continue")[0].replace(row.format, ""))
+    measured = [*row.decoding.kl, row.divergence.kl]
+    assert numbers[:5] == [str(STEPS), str(PROMPT), *(f"{kl:.4f}" for kl in measured)]
     entry = json.loads(check.to_json())["rows"][1]["decoding"]
     assert entry["kl"] == list(row.decoding.kl) and entry["own"] == [list(steps) for steps in row.decoding.own]
     assert check.rows[0].decoding is None

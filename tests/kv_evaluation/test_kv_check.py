@@ -189,6 +189,17 @@ def test_verdicts(losses, hits, kind):
     assert change(check, check.rows[1], 8, "retrieval")[0] == pytest.approx(-lost)
 
 
+def test_the_smallest_format_that_is_safe_is_advised_by_bits_and_then_by_kl():
+    """No prompt of six haystacks changes, which rules out what Clopper and Pearson do: 1 − .025^(1/6) = .46."""
+    rows = [by_hand("none", BASE), by_hand("unsafe", off(0.03, 0.031, 0.029, 0.03), bits=2.0)]
+    rows += [by_hand("large", BASE, bits=8.0), by_hand("worse", BASE, bits=4.0, kl=2e-5)]
+    rows += [by_hand("small", BASE, bits=4.0, kl=1e-5)]
+    (sentence,) = check_of(*rows).advice()
+    assert "small" in sentence and "4.00 bits" in sentence and "KL 1.0e-05" in sentence and "0.46" in sentence
+    (none,) = check_of(*rows[:2]).advice()
+    assert "full precision" in none and "unsafe" not in none
+
+
 def test_one_window_shows_no_more_than_what_no_noise_explains():
     """By hand: log 1.02 is 0.0198, and 0.1 more is noise."""
     for moved, kind in ((2.0, "unsafe"), (0.121, "unsafe"), (0.119, "undecided"), (-0.121, "unsafe")):

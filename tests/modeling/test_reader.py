@@ -6,12 +6,10 @@ import pytest
 import torch
 import transformers
 from support.scored import assert_read_as_it_is
-from transformers import MixtralConfig
 
 from family_models import IDS, tiny_config, tiny_model
 from rope_patch.modeling.after_decoder import DecoderOutput, decoder_path, modules_return
 from rope_patch.modeling.reader import Reader, losses
-from rope_patch.modeling.training_loss import fuse
 
 ROW = IDS[:1, :24]
 # What each does beyond a plain head: a multiplier, a divisor, a cap, a transform, a head over several embeddings.
@@ -96,32 +94,3 @@ def test_the_decoder_runs_again_after_its_output_was_given():
             raise ZeroDivisionError
         assert torch.equal(model(ROW).logits, expected)
     assert model.model.forward == own and "forward" not in vars(path[0]) and "forward" in vars(path[1])
-
-
-# --- what a model adds to its loss
-
-
-def test_the_loss_of_the_router_is_trained():
-    config = MixtralConfig(
-        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "vocab_size": 96, "num_local_experts": 4},
-        **{"output_router_logits": True, "router_aux_loss_coef": 0.1, "attn_implementation": "eager"},
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    rows = IDS[:, :32]
-    items = torch.tensor(100)
-    model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    own = model(input_ids=rows, labels=rows).loss
-    model.zero_grad()
-    fuse(model)
-    model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
-    assert model(input_ids=rows, labels=rows).loss.item() == pytest.approx(own.item(), abs=1e-6)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name
-
-
-def test_a_loss_that_needs_all_logits_is_refused():
-    with pytest.raises(ValueError, match="BambaForCausalLM has a loss of its own"):
-        fuse(model_of("bamba", z_loss_coefficient=0.1))

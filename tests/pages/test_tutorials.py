@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.commands import invoke
 from support.gguf_files import write_toy
+from support.recipe_runs import needs_trl
 from support.subsets import full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,7 +50,7 @@ SMALLER = {
     "perplexity_0_512": "perplexity_0_48",
     "vllm:fp8 llama.cpp:q8_0 llama.cpp:q4_0 q4_0 vllm:turboquant-4 kivi-4": "llama.cpp:q8_0 q4_0",
     "steps=32": "steps=1",
-    "warmup=4": "warmup=0",
+    "warmup_steps=4": "warmup_steps=0",
     "windows=16": "windows=1",
 }
 """What stands in a tutorial, and what a test has in its place."""
@@ -95,6 +96,7 @@ EXPECTED = {
     "kv": "llama.cpp:q8_0",
     "adapt": "p_rope:p=0.75",
     "gguf": "answer: 58213",
+    "train": "yarn:factor=4 1024",
     "rope_mathematics": "DeepSeek-V2-Lite",  # each number of a paper is asserted in its cell
 }
 """What each tutorial prints."""
@@ -130,9 +132,10 @@ def test_formats_of_the_pages_are_there():
         Scheme.parse(name)
 
 
-@pytest.mark.parametrize(
-    "path", [full(path) if path.stem == "adapt" else path for path in PAGES], ids=lambda path: path.stem
-)
+MARKED = {"adapt": full, "train": lambda path: pytest.param(path, marks=needs_trl)}
+
+
+@pytest.mark.parametrize("path", [MARKED.get(path.stem, Path)(path) for path in PAGES], ids=lambda path: path.stem)
 def test_a_tutorial_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.live_bytes import LiveBytes
-from support.recipe_runs import recipe
+from support.recipe_runs import arguments, recipe
 from support.subsets import full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -21,13 +20,12 @@ from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
 from rope_patch.modeling import reader
 from rope_patch.modeling.read_at_once import scored_at_once
 from rope_patch.modeling.reader import Reader, losses
-from rope_patch.modeling.training_loss import fuse
 from rope_patch.planning import plan
 from rope_patch.runtime.packaged import data_path
-from rope_patch.training.models import target_pattern, training_plan
+from rope_patch.training.models import lora_arguments, training_plan
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
-PATHS = [path for path in sorted(CONFIGS.glob("*.yaml")) if re.search(r"-\d+k$", path.stem)]
+PATHS = [CONFIGS / f"{name}.yaml" for name in ("first_run", "32k", "pose", "several_gpus")]
 
 
 class FakeLiveBytes(LiveBytes):
@@ -84,26 +82,32 @@ def shipped(name, **changes):
 
 @pytest.mark.full  # half a minute each
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_the_plan_of_a_recipe_is_what_a_step_takes(path):
+def test_the_plan_of_a_recipe_is_what_a_step_takes(path, monkeypatch):
     options = recipe(path)
-    planned = training_plan(options).but(attention="flash")
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    from trl.trainer.utils import add_fused_lm_head
+
+    planned = training_plan(options, arguments(options)).but(attention="flash")
+    # What TRL's kernels for a GPU do to a tile of logits in place.
+    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_addmm_fp32", lambda sum, a, b: sum.add_(1))
     with torch.device("meta"):
         model = shipped(planned.shape.name).train()
-        targets = target_pattern(model, options.lora.target_modules)
-        model = get_peft_model(model, LoraConfig(r=options.lora.rank, target_modules=targets))
+        model = get_peft_model(model, LoraConfig(**lora_arguments(model, options)))
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_fake_tensors(model)
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        fuse(model)
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
         stored = sum(p.numel() * p.element_size() for p in model.parameters())
         trained = [p for p in model.parameters() if p.requires_grad]
         for p in trained:
             p.grad = torch.zeros_like(p)
-        ids = torch.zeros(1, options.data.length, dtype=torch.long)
+        ids = torch.zeros(1, options.max_length, dtype=torch.long)
         with FakeLiveBytes(model) as live:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids).loss
+                loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
             loss.backward()
     adam = sum(12 * p.numel() for p in trained)  # gradients and two moments in float32
     assert planned.total - planned.parts["overhead"] == pytest.approx(stored + adam + live.peak, rel=0.02)

@@ -13,9 +13,8 @@ from support.live_bytes import LiveBytes
 from support.subsets import covering
 from support.tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.modeling_outputs import BaseModelOutput
 
-from rope_patch.modeling.reader import Reader
-from rope_patch.modeling.training_loss import token_loss
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
 from rope_patch.runtime.packaged import data_path
@@ -217,16 +216,23 @@ def test_adapters_on_weights_in_4_bits_copy_no_input(monkeypatch, tmp_path):
     assert planned.parts["activations"] + planned.parts["layer"] == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.parametrize(("family", "tokens"), [("llama", 4096), ("gemma2", 512)])  # four slices, one slice
-def test_peak_with_sliced_logits(family, tokens):
-    """What training really runs: our own loss."""
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 4096), ("gemma2", 512)])
+def test_peak_at_the_loss(family, tokens, monkeypatch):
+    """The loss of TRL, whose kernels for a GPU fold a tile of logits without a copy: here a tile is folded in place."""
+    trainer_utils = pytest.importorskip("trl.trainer.utils")
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_addmm_fp32", lambda sum, a, b: sum.add_(1))
     attention = "flash" if family == "gemma2" else "sdpa"
     changes = {"vocab_size": 8192, "num_hidden_layers": 2}
     model, planned, context = prepared(family, attention, "bfloat16", 4, checkpointing=True, **changes)
     hidden = torch.randn(1, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(3, 96, (1, tokens))
-    reader = Reader(model.get_base_model())
-    live, _ = measured(model, context, lambda: token_loss(reader, hidden, labels)[0])
+    base = model.get_base_model()
+    base.base_model.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=base.model.norm(hidden))
+    trainer_utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    live, _ = measured(model, context, lambda: base(labels=labels, fused_lm_head=True).loss)
     assert planned.but(length=tokens).parts["loss"] == pytest.approx(live.peak, rel=0.1)
 
 

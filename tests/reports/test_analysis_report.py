@@ -67,8 +67,6 @@ def random_heads(draw, index, heads):
         sink_token=token,
         sink_weight=sink_weight,
         induction_mass=0.3 * draw(heads),
-        induction_chance=torch.tensor(0.01, dtype=torch.float64),
-        repeated_mass=torch.full((heads,), math.nan, dtype=torch.float64),
         distance=100 * draw(heads),
         entropy=5 * draw(heads),
     )
@@ -183,13 +181,23 @@ def test_tokens_are_seen_and_do_no_harm(page):
     assert shown_token(replace(random_analysis(), token_texts={7: ""}), 7) == "(empty)"
 
 
+def test_findings_have_the_numbers_of_the_analysis():
+    analysis = random_analysis()
+    *_, stopped, cache = findings(analysis)
+    assert re.findall(r"(\d+) %", stopped) == ["21", "22"]
+    keys = [layer.key for layer in analysis.capture.layers]
+    heads = [head for key in keys for head in zip(key.largest.tolist(), key.mean_norm.tolist(), strict=True)]
+    ratios = sorted(max(largest) / numpy.mean(norms) for largest, norms in heads)
+    assert f" {ratios[(len(ratios) - 1) // 2]:.0f} times" in cache
+
+
 def test_numbers_of_heads_are_those_of_the_analysis(page):
     analysis = random_analysis()
     rows = {row[0]: row for row in page.table("Positional heads, and heads that do induction")[1:]}
     assert set(rows) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}, "heads that rest on the first token are no such"
     layer = analysis.heads.layer(1)
     assert rows["1.1"][1:4] == ["previous token", "1", f"{float(layer.offset_mass[1, 1]):.2f}"]
-    assert rows["1.1"][4:] == [f"{float(layer.induction_mass[1]):.2f}", "–", "8.0 of 9.5"]
+    assert rows["1.1"][4:] == [f"{float(layer.induction_mass[1]):.2f}", "8.0 of 9.5"]
     assert page.table("Sinks")[1:] == [["<s>", "0", "3", "0.64"]]
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
 
 from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.metrics import METRICS, Span, change_sentence
 from rope_patch.reports import comparison as report
 from rope_patch.runtime import plots
 from rope_patch.runtime.page import render
@@ -49,11 +50,11 @@ class TestNumbers:
 
     def test_a_winner_is_marked_only_where_there_is_one(self):
         page = shown(GOOD, BAD)
-        assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 5]
-        assert [kind for kind, _ in page.row("bad")] == [""] * 6
+        assert [kind for kind, _ in page.row("good")][:6] == ["", *["winner"] * 5]
+        assert {kind for kind, _ in page.row("bad")} == {""}
         page = shown(BAD, GOOD, NEAR)
         for method, kinds in {"bad": [""] * 5, "good": ["tied"] * 5, "near": ["tied"] * 5}.items():
-            assert [kind for kind, _ in page.row(method)][1:] == kinds
+            assert [kind for kind, _ in page.row(method)][1:6] == kinds
         page = shown(GOOD, NEAR)  # which the intervals do not tell apart: signs would say that both are good
         assert {kind for kind, _ in page.row("good")} == {""}
 
@@ -84,6 +85,13 @@ class TestNumbers:
         patched = dataclasses.replace(comparison(UNPATCHED, GOOD), environment={"patch before": "yarn:factor=4"})
         words = render(report.page([patched]))
         assert "the model as it was given (yarn:factor=4) has 20.85" in words and "unpatched model has" not in words
+
+    def test_the_first_sentence_names_the_price_of_the_best(self):
+        """Over all positions within the trained 4 tokens, with its interval over the windows."""
+        compared = comparison(UNPATCHED, GOOD)
+        price = compared.difference(GOOD.label, "default", "perplexity", Span(4, 0))
+        first = report.summary(compared, compared.columns())[0]
+        assert change_sentence(METRICS["perplexity"], price) in first and "price" in first
 
     def test_the_answer_names_nothing_best_where_a_value_is_no_number(self):
         words = "".join(shown(row("default", [math.nan] * 4), GOOD).text)

@@ -79,7 +79,7 @@ def test_the_tables_have_the_numbers(checked, figures):
     def text(value):
         return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
 
-    _, verdict, bits, kl, _, perplexity, moved, answered, _ = rows["int4-token"]
+    _, verdict, bits, kl, _, perplexity, moved, answered, *_ = rows["int4-token"]
     assert answered.startswith(f"{row.scores.retrieval['passkey'].accuracy(40):.2f}")
     assert (verdict, bits) == (checked.verdict(row, 40).kind, "6.006.00")
     assert perplexity == f"{row.scores.perplexity.between(0, 40):.0f}"

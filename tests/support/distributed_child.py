@@ -17,25 +17,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, default_data_collator
+from transformers.modeling_outputs import BaseModelOutput
 
 import rope_patch
 from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity.measure import perplexity
-from rope_patch.modeling import training_loss as loss_module
 from rope_patch.modeling.identity import model_hash
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.reader import Reader
-from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
-from rope_patch.patching.locate import PatchError, locate
-from rope_patch.training.trainer import LongTrainer
+from rope_patch.patching.locate import PatchError, base_of, locate
+from support.prompting import TOKENIZER
 from support.scored import bold_model
 from support.tiny import ids
 
 PROCESSES = 2
+IGNORED_LABEL = -100
 TEXT = ids(96, batch=1, seed=7)[0]
 
 
@@ -82,6 +82,14 @@ def full():
     return model.train()
 
 
+def fused(model):
+    """The model with the head that TRL's SFTTrainer gives it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(base_of(model))
+    return model
+
+
 # --- the trainer
 
 
@@ -93,10 +101,12 @@ def train(folder, steps, resume=False):
         steps: number of steps.
         resume: whether to resume from the last checkpoint in the folder.
     """
+    from trl import SFTConfig, SFTTrainer
+
     # A step has the same eight rows for any number of processes.
     size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
-        folder,
+    arguments = SFTConfig(
+        str(folder),
         per_device_train_batch_size=size,
         gradient_accumulation_steps=2,
         max_steps=steps,
@@ -104,6 +114,11 @@ def train(folder, steps, resume=False):
         save_steps=1,
         save_total_limit=1,
         use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=None,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
         report_to=[],
         optim="sgd",  # unlike Adam it shows a wrong scale
         learning_rate=0.3,
@@ -111,7 +126,14 @@ def train(folder, steps, resume=False):
         disable_tqdm=True,
         seed=3,
     )
-    trainer = LongTrainer(tuned(), arguments, rows())
+    trainer = SFTTrainer(
+        tuned(),
+        arguments,
+        train_dataset=Dataset.from_list([{name: row.tolist() for name, row in each.items()} for each in rows()]),
+        data_collator=default_data_collator,
+        processing_class=TOKENIZER,
+        callbacks=[rope_patch.RopePatchCallback()],
+    )
     written = []
     stock = adapters.write_atomically
     adapters.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
@@ -139,7 +161,7 @@ def step(model, processes=1, rank=0):
     total = float(sum((batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in passes))
     summed = torch.zeros(())
     for batch in passes[rank::processes]:
-        loss = model(**batch, num_items_in_batch=total)["loss"]
+        loss = model(**batch, num_items_in_batch=total, fused_lm_head=True)["loss"]
         (loss * processes).backward()  # FSDP divides the summed gradients by the number of processes
         summed += loss.detach().float()
     if processes > 1:
@@ -199,9 +221,9 @@ def sharded(rank):
     """Return all measurements of sharded models, by the name of the model."""
     results = {}
     for name, make in {
-        "by accelerate": lambda: by_accelerate(fuse(tuned())),
-        "tied": lambda: by_accelerate(fuse(tuned(tied=True))),
-        "whole": lambda: by_accelerate(fuse(full())),
+        "by accelerate": lambda: by_accelerate(fused(tuned())),
+        "tied": lambda: by_accelerate(fused(tuned(tied=True))),
+        "whole": lambda: by_accelerate(fused(full())),
     }.items():
         model = make()
         before = measure(model)  # the decoder is called alone, before any forward pass of the root
@@ -210,7 +232,7 @@ def sharded(rank):
         again = step(model, PROCESSES, rank)
         results[name] = {"before": before, "steps": [*steps, again], "after": after, "verified": verified(model)}
         results[name]["model_hash"] = model_hash(model)
-    rounded = by_accelerate(fuse(tuned()), precision="bf16")
+    rounded = by_accelerate(fused(tuned()), precision="bf16")
     results["bf16"] = {
         "steps": [step(rounded, PROCESSES, rank)],
         "verified": verified(rounded),
@@ -240,7 +262,7 @@ def loaded_by_one(folder, rank):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-        model = by_accelerate(fuse(model), efficient=True)
+        model = by_accelerate(fused(model), efficient=True)
         return {"verified": verified(model), "nll": measure(model), **step(model, PROCESSES, rank)}
     finally:
         for name in names:
@@ -252,17 +274,18 @@ def cut_by_torch(mesh):
 
     The states are computed before, since attention over cut rows needs a GPU, and the loss does not.
     """
-    model = bold_model()
-    reader = Reader(model)  # it reads a few tokens, which nothing may cut
+    model = fused(bold_model())
     batch = default_data_collator(rows(4))
     ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:].contiguous()
     with torch.no_grad():
-        hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
-        shared = [hidden.clone(), ahead]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        shared = [model.model(**inputs, use_cache=False).last_hidden_state.clone(), ahead]
+        model.model.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=shared[0])
         with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 2, no_restore_buffers=set(shared)):
-            total = torch.stack(token_loss(reader, *shared, shifted=True))
+            output = model(shift_labels=shared[1], fused_lm_head=True)
+            total = torch.stack([-output.log_probs.sum(), output.label_mask.sum().float()])
     dist.all_reduce(total)
-    return {"total": total.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
+    return {"total": total.tolist(), "tokens": shared[0].shape[1]}
 
 
 def main(folder):
@@ -272,7 +295,6 @@ def main(folder):
     results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
     results["resumed"] = train(folder / "cut", 2, resume=True)
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    loss_module.LOGITS_AT_ONCE = 8  # several slices, so that the head runs more than once
     results["sharded"] = sharded(rank)
     results["loaded by one"] = loaded_by_one(folder / "base", rank)
     results["cut by torch"] = cut_by_torch(mesh)

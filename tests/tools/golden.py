@@ -340,7 +340,7 @@ def analyze(scratch: Path) -> Numbers:
 
 
 def _analyzed(report: Mapping[str, Any]) -> Numbers:
-    of_head = "first_mass sink_mass induction_mass repeated_mass distance entropy"
+    of_head = "first_mass sink_mass induction_mass distance entropy"
     of_p = "query_share key_share logit_share"
     return {
         "heads": {f"{one['layer']}.{one['head']}": [*_pick(one, of_head).values()] for one in report["heads"]},
@@ -391,7 +391,7 @@ def finetune(scratch: Path) -> Numbers:
 
     import rope_patch
 
-    recipe = rope_patch.data_path("recipes") / "configs" / "lora.yaml"
+    recipe = rope_patch.data_path("recipes") / "configs" / "first_run.yaml"
     _command("finetune", recipe, "--smoke", "--threads", 1, "patch.method=yarn:factor=4", f"output={scratch / 'run'}")
     report = json.loads((scratch / "run" / "results.json").read_text("utf-8"))
     weights = load_file(scratch / "run" / "adapter_model.safetensors")
@@ -480,8 +480,6 @@ def audit(scratch: Path) -> Numbers:
 
 
 def _read_by_programs(folder: Path) -> Numbers:
-    from rope_patch import frequencies
-
     # Until November 2026 the function was called audit, and its folder was called exporting for a part of that time.
     folder_name = "engines" if find_spec("rope_patch.engines") else "exporting"
     name = "compare_programs" if find_spec(f"rope_patch.{folder_name}.compare_programs") else "audit"
@@ -489,15 +487,7 @@ def _read_by_programs(folder: Path) -> Numbers:
     agrees = {"reference": 1, "agrees": 1, "differs": 0}  # a program that refuses, or is not verified, has None
     results: Numbers = {}
     for row in getattr(module, name)(folder).rows:
-        built = row.built
-        results[f"{row.program} {row.layer_type}"] = {
-            "agrees": agrees.get(row.verdict),
-            "largest_relative_difference": row.difference,
-            "attention_scaling": None if built is None else built.attention_scaling,
-            "pairs": None if built is None else len(built.inv_freq),
-            "unrotated": None if built is None else int(frequencies.unrotated(built.inv_freq).sum()),
-            "context": None if built is None else built.context,
-        }
+        results[f"{row.program} {row.layer_type}"] = {"agrees": agrees.get(row.verdict)}
     return results
 
 

@@ -8,30 +8,34 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from support.recipe_runs import recipe
+from peft import LoraConfig, get_peft_model
+from support.commands import invoke
+from support.recipe_runs import arguments, needs_trl, recipe
 from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import rope_patch
 from rope_patch.patching.locate import locate
 from rope_patch.planning.shapes import shape_of
 from rope_patch.runtime.packaged import data_path
-from rope_patch.training.models import BUNDLED_MODELS, prepare_model, training_plan
-from rope_patch.training.trainer import training_arguments
+from rope_patch.training.checks import build
+from rope_patch.training.models import BUNDLED_MODELS, lora_arguments, patch_arguments, training_plan
+
+pytestmark = needs_trl
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
-BASE = ("model.name=llama", "data.length=512", "output=x")
+BASE = ("model.name=llama", "train.max_length=512", "output=x")
 FILES = sorted(CONFIGS.glob("*.yaml"))
 PAIRS = [
     (CONFIGS / f"{first}.yaml", second)
     for second in FILES
     for first in re.findall(r"recipes/configs/(\S+)\.yaml recipes/configs/\S+\.yaml", second.read_text("utf-8"))
+    if first != second.stem
 ]
-NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
-ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
-FIRST = ("llama-3-8b-32k", "llama-3.1-8b-32k+qlora", "qwen3-8b-128k+pose", "gemma-2-9b-32k", "gemma-3-4b-128k")
-FIRST += ("llama-3-8b-32k+truncated", "chat")
+OVERLAYS = ("abf", "p_rope", "pi", "truncated", "yarn")
+SITUATIONS = [path for path in FILES if path.stem not in OVERLAYS]
+FIRST = ("first_run", "32k", "32k+qlora", "pose", "several_gpus", "32k+truncated", "chat")
 
 
 def name_of(files):
@@ -39,9 +43,10 @@ def name_of(files):
 
 
 # One of each family and of each kind of run is in `make test`.
-RUNS = [files if name_of(files) in FIRST else full(files) for files in ALONE + PAIRS]
+RUNS = [*((path,) for path in SITUATIONS), *PAIRS]
+RUNS = [files if name_of(files) in FIRST else full(files) for files in RUNS]
 every_run = pytest.mark.parametrize("files", RUNS, ids=name_of)
-every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
+every_situation = pytest.mark.parametrize("path", SITUATIONS, ids=lambda path: path.stem)
 
 
 def llama31(factor):
@@ -89,11 +94,13 @@ def two_layers(options):
 
 @every_run
 @pytest.mark.filterwarnings("ignore:there is no patch.method")
-def test_a_step_in_shapes_alone(files, tmp_path):
+def test_a_step_in_shapes_alone(files):
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
     options = recipe(*BASE, *files)
     model = two_layers(options)
-    model = prepare_model(model, options)
+    rope_patch.apply(model, options.patch.method or "default", **patch_arguments(model, options))
+    if options.lora_rank:
+        model = get_peft_model(model, build(LoraConfig, "lora", lora_arguments(model, options)))
     record = locate(model).record
     assert record is not None and (
         options.patch.method is None or record.changed == (options.patch.method != "default")
@@ -105,40 +112,43 @@ def test_a_step_in_shapes_alone(files, tmp_path):
     assert loss.shape == () and loss.is_meta
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
-    assert training_arguments(options, tmp_path).max_steps == options.train.steps
-    assert "fits into 141" in training_plan(options).describe(141)
+    args = arguments(options)
+    assert args.max_steps == options.train["max_steps"]
+    assert training_plan(options, args).fits(141)
+
+
+@pytest.mark.full  # half a minute each
+@every_run
+def test_it_runs_at_its_smoke_size(files, tmp_path):
+    few = ("train.max_steps=1", "evaluation.lengths=256", "evaluation.before=false", f"output={tmp_path / 'out'}")
+    done = invoke("finetune", *files, "--smoke", *few)
+    assert done.exit_code == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "results.json").is_file()
 
 
 # --- what a header says
 
-LAUNCH = re.compile(r"^#   (\d+) x (\d+) GB +(\S+)\.yaml +(?:with (\S+) +)?([0-9.]+) GiB$", re.MULTILINE)
+MEMORY = re.compile(r"Memory: ([0-9.]+) GiB")
+GPU = re.compile(r"GPUs? of (\d+) GB")
 
 
-@every_named_config
-def test_the_launch_files_of_a_header_are_those_of_the_plan(path):
-    rows = LAUNCH.findall(path.read_text(encoding="utf-8"))
-    assert [count for count, *_ in rows][:1] == ["1"]
-    for count, size, launch, added, shown in rows:
-        file = yaml.safe_load((CONFIGS / "accelerate" / f"{launch}.yaml").read_text(encoding="utf-8"))
-        assert file["num_processes"] == int(count)
-        shared = file.get("parallelism_config", {})
-        sharing = shared.get("parallelism_config_cp_size", 1)
-        more = [CONFIGS / added if added.endswith(".yaml") else added] if added else []
-        options = recipe(path, *more)
-        planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
-        assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
-        assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
-        assert sharing == 1 or not any(layer.window for layer in planned.shape.kinds)
-
-
-@every_named_config
-def test_the_table_of_the_readme_is_predicted(path):
-    page = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| \[{re.escape(path.stem)}\]\(configs/{re.escape(path.name)}\) \|(.*)\|$", page, re.M)
-    cells = [cell.strip() for cell in row.split("|")]
+@every_situation
+def test_a_header_says_what_the_plan_predicts(path, monkeypatch):
+    """The memory, a GPU that has it, and the number of tokens that are read."""
+    text = path.read_text(encoding="utf-8")
     options = recipe(path)
-    quantized = training_plan(recipe(path, CONFIGS / "qlora.yaml"))
-    assert cells[0].strip("`") == str(options.patch.method).partition(":original")[0]
-    assert cells[1] == str(options.target_length)
-    assert int(cells[2]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)
-    assert int(cells[3]) == pytest.approx(quantized.total / GIB, abs=0.51)
+    args = arguments(options)
+    planned = training_plan(options, args)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if "eight GPUs" in text:
+        planned = planned.but(gpus=8, context_parallel=8)
+    said = re.search(r"reads (\d+) million", text.replace("\n# ", " "))
+    if said:
+        assert int(said[1]) == round(args.max_steps * rows * options.max_length / 1e6)
+    assert float(MEMORY.search(text)[1]) == pytest.approx(planned.total / GIB, abs=0.06)
+    assert planned.total <= 0.95 * int(GPU.search(text)[1]) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
+
+
+def test_the_readme_lists_every_config():
+    page = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+    assert {path.stem for path in FILES} == set(re.findall(r"\]\(configs/(\w+)\.yaml\)", page))

@@ -11,21 +11,20 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from datasets import Dataset
 from support import distributed_child as child
-from support.distributed_child import rows
+from support.distributed_child import IGNORED_LABEL, fused, rows
 from support.forks import together
+from support.prompting import TOKENIZER
+from support.recipe_runs import needs_trl
 from support.scored import bold_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
-from transformers import TrainingArguments, default_data_collator
+from transformers import default_data_collator
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
-from rope_patch.modeling import training_loss as loss_module
-from rope_patch.modeling.reader import Reader
-from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse, token_loss
 from rope_patch.runtime import packaged as _paths
-from rope_patch.training.trainer import LongTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_trl]
 
 SHARDED = ["by accelerate", "tied", "whole"]
 
@@ -56,7 +55,7 @@ def steps():
         "tied": child.tuned(tied=True),
         "lora": child.tuned(),
     }
-    return {name: (child.step(fuse(model)), child.measure(model)) for name, model in models.items()}
+    return {name: (child.step(fused(model)), child.measure(model)) for name, model in models.items()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -135,53 +134,26 @@ def test_the_engines_read_a_sharded_model(two, steps, name):
 
 def test_rows_cut_by_torch_sum_to_the_whole(two):
     batch = default_data_collator(rows(4))
-    model = bold_model()
+    output = fused(bold_model())(**batch, fused_lm_head=True)
+    count = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
     for rank in two[1]:
         result = rank["cut by torch"]
         assert result["tokens"] == 12, "each process has half"
-        total, count = token_loss(Reader(model), result["hidden"], batch["labels"])
-        assert result["total"] == pytest.approx([total.item(), count.item()], rel=1e-5)
-
-
-# --- rows that devices share, in one process
-
-
-def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 5)
-    batch = default_data_collator(rows(3))
-    model = fuse(bold_model())
-    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
-    expected = model(**batch).loss
-    assert model(**batch, shift_labels=ahead).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def arguments(folder):
-    return TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
-
-
-def test_what_devices_cannot_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(LongTrainer, "get_cp_size", lambda self: 2)
-    LongTrainer(bold_model(), arguments(tmp_path), rows())
-    apart = [{name: row[name] for name in row if name != "attention_mask"} for row in rows()]
-    with pytest.raises(ValueError, match="context parallelism joins documents"):
-        LongTrainer(bold_model(), arguments(tmp_path), apart)
-    with pytest.raises(ValueError, match="attended to in full"):
-        LongTrainer(bold_model("gemma3"), arguments(tmp_path), rows())
-
-
-def test_the_labels_of_a_step_are_counted_as_a_number(tmp_path):
-    trainer = LongTrainer(bold_model(), arguments(tmp_path), rows())
-    batch = default_data_collator(rows(4))
-    counted = trainer._get_num_items_in_batch([batch, batch], torch.device("cpu"))
-    assert isinstance(counted, float), "a tensor would be rounded"
-    assert counted == 2 * (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
+        assert result["total"] == pytest.approx([output.loss.item() * count, count], rel=1e-5)
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
-    """The fused forward of a replica would run the first GPU's model."""
-    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match=r"^one process would use 2 GPUs: .* accelerate launch or torchrun"):
-        LongTrainer(bold_model(), arguments(tmp_path), rows())
+    """The head of a replica would run the first GPU's model."""
+    from trl import SFTConfig, SFTTrainer
+
+    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match="accelerate launch"):
+        SFTTrainer(
+            bold_model(),
+            SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in rows()]}),
+            processing_class=TOKENIZER,
+        )
 
 
 # --- configs for accelerate launch

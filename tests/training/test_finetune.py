@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -20,23 +21,23 @@ from support.forks import forked
 from support.gguf_files import write_toy
 from support.patches import edit_json
 from support.prompting import TOKENIZER
-from support.recipe_runs import LLAMA, SMALL, losses, recipe
+from support.recipe_runs import LLAMA, SMALL, losses, needs_trl, recipe
 from support.subsets import full
 from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import METHODS
 from rope_patch.patching.locate import locate
 from rope_patch.runtime.folders import locked_output
 from rope_patch.texts.builtin_text import builtin_text
-from rope_patch.training import finetune as module
-from rope_patch.training.evaluate_run import metrics, suite_of
+from rope_patch.training import callbacks
+from rope_patch.training.evaluate_run import evaluate_model, metrics, suite_of
 from rope_patch.training.finetune import finetune
-from rope_patch.training.runs import contents, last_checkpoint
-from rope_patch.training.trainer import training_arguments
+from rope_patch.training.runs import identity, last_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_trl]
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
@@ -46,7 +47,7 @@ DOMAINS = LLAMA.parent / "domains"
 TEXTS = [f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.haystack={DOMAINS}"]
 """Read in a fraction of the time that the built-in text takes, which the smoke run reads."""
 
-QUICK = ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+QUICK = ("train.max_steps=1", "evaluation.before=false", "evaluation.lengths=128")
 
 
 def options(out, *words):
@@ -117,7 +118,7 @@ def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(tmp_path):
 
 
 def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
-    monkeypatch.setattr(module, "load_for_training", lambda *_: pytest.fail("it was loaded again"))
+    monkeypatch.setattr(rope_patch, "load", lambda *_, **__: pytest.fail("it was loaded again"))
     again = finetune(options(done.folder, "evaluation.every=2"))
     assert again.results == done.results and again.finished_before and not done.finished_before
 
@@ -150,7 +151,11 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path):
 def test_a_mistake_costs_nothing(tmp_path):
     """A run that never got to a checkpoint gives its folder up to the corrected command."""
     (tmp_path / "short.txt").write_text("A short text. " * 5)
-    for wrong in ("patch.layer_types=nonsense", "train.scheduler=steady", f"data.source={tmp_path / 'short.txt'}"):
+    for wrong in (
+        "patch.layer_types=nonsense",
+        "train.lr_scheduler_type=steady",
+        f"data.source={tmp_path / 'short.txt'}",
+    ):
         with pytest.raises(ValueError):
             finetune(options(tmp_path / "run", wrong, *QUICK))
     assert finetune(options(tmp_path / "run", *QUICK)).results["steps"] == 1
@@ -174,8 +179,10 @@ def kill(*_, **__):
 
 def cut_short(monkeypatch, when):
     """Kill this process in the fourth step, or while the checkpoint of the fourth step is written."""
+    from trl import SFTTrainer  # slow, and only needed where it trains
+
     count = itertools.count(1)
-    stock_step = module.LongTrainer.training_step
+    stock_step = SFTTrainer.training_step
     stock_save = TrainerState.save_to_json
 
     def step(self, *args, **kwargs):
@@ -184,7 +191,7 @@ def cut_short(monkeypatch, when):
     def save(self, *args, **kwargs):
         return kill() if when == "save" and self.global_step == 4 else stock_save(self, *args, **kwargs)
 
-    monkeypatch.setattr(module.LongTrainer, "training_step", step)
+    monkeypatch.setattr(SFTTrainer, "training_step", step)
     monkeypatch.setattr(TrainerState, "save_to_json", save)
 
 
@@ -209,19 +216,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, mon
     assert result.results["before"] == done.results["before"]
 
 
-def test_a_run_goes_on_with_its_own_rows(tmp_path):
-    """The data may be gone."""
-    text = tmp_path / "text.txt"
-    out = tmp_path / "run"
-    text.write_text("\n".join(builtin_text("train").documents[:4]))
-    words = (f"data.source={text}", *QUICK[1:], "train.save_every=2", "evaluation.windows=0")
-    whole = finetune(options(out, *words))
-    (out / "results.json").unlink()
-    shutil.rmtree(out / "work" / "checkpoint-4")
-    text.unlink()
-    assert losses(finetune(options(out, *words))) == losses(whole)
-
-
 def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
     base, text, asked, hay, out = (tmp_path / name for name in ("base", "text.txt", "asked.txt", "hay.txt", "run"))
     shutil.copytree(LLAMA, base)
@@ -234,12 +228,12 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
     for changed, name in [(weights, "model.name"), *texts]:
         before = changed.read_bytes()
         changed.write_bytes(before[:-1] + b"\1")
-        with pytest.raises(ValueError, match=f"other contents of {name}"):
+        with pytest.raises(ValueError, match=f"contents of {name}="):
             finetune(options(out, *words))
         changed.write_bytes(before)
     settings = out / "work" / "run.json"
     earlier = json.loads(settings.read_text())
-    earlier["evaluation"]["longppl"] = True  # an option that is gone
+    earlier["evaluation.longppl"] = True  # an option that is gone
     settings.write_text(json.dumps(earlier))
     with pytest.raises(ValueError, match=r"longppl=True \(now None\)"):
         finetune(options(out, *words))
@@ -253,10 +247,10 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     (base / "modeling_own.py").write_text("A = 1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
     asked = options(tmp_path / "run", f"model.name={base}", "model.trust_remote_code=true")
-    before = contents(asked)
+    before = identity(asked)
     (base / name).write_bytes((base / name).read_bytes() + b" ")
-    changed = contents(asked)
-    assert {key for key in before if before[key] != changed[key]} == {"model.name"}
+    changed = identity(asked)
+    assert {key for key in before if before[key] != changed[key]} == {"contents of model.name"}
 
 
 OWN_METHOD = """
@@ -270,18 +264,85 @@ class Slower(rope_patch.Method, name="slower"):
 """
 
 
+def import_anew(name, text, folder):
+    """Write a module, and import it as a new process would."""
+    (folder / f"{name}.py").write_text(text)
+    sys.modules.pop(name, None)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    importlib.invalidate_caches()
+    importlib.import_module(name)
+
+
 def test_a_run_does_not_go_on_under_an_edited_method(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(METHODS, "data", {**METHODS.data})
 
     def train(divisor):
-        (tmp_path / "slower.py").write_text(OWN_METHOD.format(divisor))
-        runpy.run_path(str(tmp_path / "slower.py"))
+        import_anew("slower", OWN_METHOD.format(divisor), tmp_path)
         return finetune(options(tmp_path / "run", "patch.method=slower", *QUICK))
 
     assert train(2) and train(2).finished_before
-    with pytest.raises(ValueError, match=r"other contents of patch\.method"):
+    with pytest.raises(ValueError, match=r"code of patch\.method="):
         train(3)
+
+
+OWN_TASK = """
+from rope_patch.evaluation.tasks.passkey import Passkey
+
+class Keys(Passkey, name="keys"):
+    pass
+
+ANSWER = {}
+"""
+
+
+def test_scores_are_not_returned_once_the_scorer_was_edited(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(TASKS, "data", {**TASKS.data})
+
+    def train(answer):
+        import_anew("my_keys", OWN_TASK.format(answer), tmp_path)
+        return finetune(options(tmp_path / "run", "evaluation.task=keys", *QUICK))
+
+    assert train(11).results["steps"] == 1 and train(11).finished_before
+    with pytest.raises(ValueError, match=r"code of evaluation\.task="):
+        train(22)
+
+
+def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    again = finetune(options(tmp_path / "run", "evaluation.every=2"))
+    assert again.results["steps"] == 4 and losses(again) == losses(done)
+
+
+def test_a_run_of_the_earlier_trainer_is_refused_in_words(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "run.json").write_text(json.dumps({"rows_per_step": 8, "train": {"steps": 4}}))
+    with pytest.raises(ValueError, match=r"rope_patch 0\.3.*--restart"):
+        finetune(options(tmp_path))
+    assert finetune(options(tmp_path, *QUICK), restart=True).results["steps"] == 1
+
+
+@pytest.mark.parametrize("step", [1, full(3)])
+def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
+    from trl import SFTTrainer
+
+    stock = SFTTrainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == step:
+            raise KeyboardInterrupt
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "training_step", interrupted)
+    words = (*SMALL, *TEXTS, f"output={tmp_path / 'run'}", "train.save_steps=2", "evaluation.before=false")
+    stopped = invoke("finetune", *words)
+    assert stopped.exit_code == 130
+    assert ("Nothing is saved" in stopped.stderr) == (step == 1)
+    assert ("Checkpoints are saved" in stopped.stderr) == (step == 3)
+    monkeypatch.setattr(SFTTrainer, "training_step", stock)
+    assert invoke("finetune", *words).exit_code == 0
 
 
 # --- a dry run
@@ -316,8 +377,8 @@ def bases(tmp_path_factory):
         ["lora.target_modules=nonsense"],
         ["data.source={bases}/short.txt"],
         ["evaluation.text={bases}/short.txt"],
-        ["train.scheduler=cosine_with_min_lr"],
-        ["train.warmup=5"],
+        ["train.lr_scheduler_type=steady"],
+        ["train.max_step=5"],
         ["output={bases}"],
     ],
     ids=lambda words: words[0].replace("/", "-"),
@@ -339,7 +400,9 @@ def test_a_model_whose_layers_rotate_within_a_window_alone_is_trained_on_its_own
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
     dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stderr and "peak" in dry.stdout
+    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stdout
+    places = [dry.stdout.index(text) for text in ("patch: yarn:factor=4", "4 steps", "peak", "learning_rate")]
+    assert places == sorted(places), "what was asked for first, all options last"
     assert not any(tmp_path.iterdir())
     assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
 
@@ -367,14 +430,20 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    words = ("train.learning_rate=1e30", "train.steps=8", "evaluation.before=false", "train.save_every=8")
+    words = ("train.learning_rate=1e30", "train.max_steps=8", "evaluation.before=false", "train.save_steps=8")
     with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
         finetune(options(tmp_path / "run", *words))
 
 
 @pytest.mark.filterwarnings("ignore:there is no patch.method")
 def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_path):
-    small = ("evaluation.lengths=256", "evaluation.windows=0", "train.steps=1", "train.warmup=0", "evaluation.task=vt")
+    small = (
+        "evaluation.lengths=256",
+        "evaluation.windows=0",
+        "train.max_steps=1",
+        "train.warmup_steps=0",
+        "evaluation.task=vt",
+    )
     result = finetune(options(tmp_path, *small, "patch.method=null"))
     (note,) = result.results["notes"]
     assert note in (tmp_path / "README.md").read_text()
@@ -382,7 +451,7 @@ def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_pat
 
 def test_a_run_that_made_things_worse_says_so(tmp_path):
     with pytest.warns(UserWarning, match="significantly worse"):
-        result = finetune(options(tmp_path, "train.learning_rate=0.3", "train.steps=2", "evaluation.lengths=128"))
+        result = finetune(options(tmp_path, "train.learning_rate=0.3", "evaluation.lengths=128"))
     assert result.results["changes"][0]["verdict"] == "worse"
 
 
@@ -390,15 +459,14 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores = iter([0.3, 0.9, 0.5, 0.4])
     weights = []
-    stock = module.evaluate_model
 
     def watched(suite, model):
         weights.append(next(p.clone() for n, p in model.named_parameters() if "lora_B" in n))
-        return stock(suite, model)
+        return evaluate_model(suite, model)
 
-    monkeypatch.setattr(module, "evaluate_model", watched)
-    monkeypatch.setattr(module, "metrics", lambda result: {"score": next(scores)})
-    words = ("evaluation.every=1", "evaluation.before=false", "train.keep=1", "evaluation.lengths=128")
+    monkeypatch.setattr(callbacks, "evaluate_model", watched)
+    monkeypatch.setattr(callbacks, "metrics", lambda result: {"score": next(scores)})
+    words = ("evaluation.every=1", "evaluation.before=false", "train.save_total_limit=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path, *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
     loaded = rope_patch.load(result.folder, dtype=torch.float32)
@@ -410,13 +478,14 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     "words",
     [
         ("data.positions=pose", "patch.method=abf:factor=50+p_rope:p=0.75"),
-        ("data.boundaries=apart", "data.allow_short=true"),
-        ("lora.rank=0", "patch.method=nope", "train.checkpointing=false", "train.learning_rate=0.001"),
+        ("data.positions=randpos",),
+        ("train.packing_strategy=bfd_split", "data.allow_short=true"),
+        ("lora.r=0", "patch.method=nope", "train.gradient_checkpointing=false", "train.learning_rate=0.001"),
     ],
     ids=lambda words: words[0],
 )
 def test_ways_to_train(words, tmp_path):
-    words = ("train.steps=2", "evaluation.before=false", "evaluation.lengths=128", *words)
+    words = ("train.max_steps=2", "evaluation.before=false", "evaluation.lengths=128", *words)
     result = finetune(options(tmp_path, *words))
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
@@ -424,7 +493,7 @@ def test_ways_to_train(words, tmp_path):
 
 
 def test_qlora_trains_on_a_cpu_and_may_be_evaluated_on_the_way(tmp_path):
-    words = ("model.quantization=nf4", "train.steps=2", "evaluation.before=false", "evaluation.lengths=128")
+    words = ("model.quantization=nf4", "train.max_steps=2", "evaluation.before=false", "evaluation.lengths=128")
     result = finetune(options(tmp_path / "run", *words))
     assert len(losses(result)) == 2 and str(read_record(result.folder).to_method()) == "yarn:factor=4"
     assert all(torch.isfinite(torch.tensor(losses(result))))
@@ -434,30 +503,27 @@ def test_qlora_trains_on_a_cpu_and_may_be_evaluated_on_the_way(tmp_path):
 
 
 def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
+    from trl import SFTTrainer
+
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module.LongTrainer, "training_step", full)
+    monkeypatch.setattr(SFTTrainer, "training_step", full)
     with pytest.raises(torch.OutOfMemoryError, match="--dry-run"):
         finetune(options(tmp_path, "evaluation.before=false"))
-
-
-def test_arguments_follow_the_options(tmp_path):
-    asked = training_arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
-    assert asked.warmup_steps == 2 and asked.optim == "paged_adamw_8bit" and not asked.bf16
 
 
 # --- the command
 
 
 def test_the_script_trains(monkeypatch, capfd, tmp_path):
-    config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
-    few = ("data.length=128", "evaluation.lengths=128", "evaluation.before=false", "evaluation.windows=1", *TEXTS)
+    config = ROOT / "recipes" / "configs" / "32k.yaml"
+    few = ("train.max_length=128", "evaluation.lengths=128", "evaluation.before=false", "evaluation.windows=1", *TEXTS)
     words = (RECIPE, config, "--smoke", f"output={tmp_path / 'out'}", *few)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(RECIPE), run_name="__main__")
     out, err = capfd.readouterr()
     assert not stop.value.code and "| retrieval 128 |" in out, err[-2000:]
-    assert "4 steps of 256 tokens" in err and "FutureWarning" not in err
+    assert "4 steps of 256 tokens" in out and "FutureWarning" not in err
     assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"

@@ -1,96 +1,157 @@
-"""Training: the loss from slices against whole logits, packing without loss, positions and masks that stay causal."""
+"""Training with TRL: its loss is the model's own, documents of a row stay apart, positions and masks stay causal."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.scored import CAPPED, bold_model, spy
+from datasets import Dataset
+from support.prompting import TOKENIZER
+from support.recipe_runs import needs_trl
+from support.scored import bold_model
 from support.tiny import ARCHITECTURES, ids
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, MixtralConfig
 
-from rope_patch.modeling import training_loss as loss_module
+from family_models import IDS, tiny_model
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.modeling.training_loss import IGNORED_LABEL, fuse
-from rope_patch.training.pack_rows import pack
-from rope_patch.training.trainer import LongTrainer
+from rope_patch.training.checks import check_context_parallel, check_loss
+
+pytestmark = [pytest.mark.slow, needs_trl]
+
+IGNORED_LABEL = -100
+
+
+@pytest.fixture
+def sft(tmp_path):
+    """A function that builds TRL's trainer for a model and rows, or texts."""
+    from trl import SFTConfig, SFTTrainer
+
+    def build(model, dataset, tokenizer=TOKENIZER, **options):
+        given = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 2, "logging_steps": 1, "seed": 3}
+        given |= {"gradient_checkpointing": False, "save_strategy": "no", "disable_tqdm": True}
+        args = SFTConfig(str(tmp_path / "out"), **(given | options))
+        return SFTTrainer(model, args, train_dataset=dataset, processing_class=copy.deepcopy(tokenizer))
+
+    return build
+
 
 # --- the loss
 
 
-def naive(model, rows, labels):
-    logits = model(rows, use_cache=False).logits[:, :-1].float()
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return losses.sum() / (labels[:, 1:] != IGNORED_LABEL).sum()
+def fused(model):
+    """The model with the head that SFTTrainer gives it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model)
+    return model
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_the_loss_and_its_gradients_are_those_of_whole_logits(family, monkeypatch):
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 16)
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(family):
     model = bold_model(family)
     rows = ids(40, batch=3)
     labels = rows.clone()
     labels[0, :7] = IGNORED_LABEL
     labels[2, 30:] = IGNORED_LABEL
-    expected = naive(model, rows, labels)
+    expected = model(rows, labels=labels, use_cache=False).loss
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    with spy(model.lm_head) as states:
-        loss = fuse(model)(rows, labels=labels)["loss"]
-        loss.backward()
-    assert max(states) <= 16, "no more than a slice of logits, backward too"
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    loss = fused(model)(rows, labels=labels, fused_lm_head=True).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     for name, gradient in gradients.items():
         assert torch.allclose(dict(model.named_parameters())[name].grad, gradient, atol=1e-5), name
-    assert model(rows, use_cache=False).logits.shape == (3, 40, 96), "without labels, logits as before"
 
 
-@pytest.mark.parametrize("family", ["llama", *CAPPED])
-def test_it_is_the_stock_loss_with_the_stock_divisor(family):
-    model = bold_model(family)
-    rows = ids(30)
-    stock = model(rows, labels=rows, use_cache=False).loss
-    halved = model(rows, labels=rows, use_cache=False, num_items_in_batch=torch.tensor(2 * 2 * 29)).loss
-    fuse(model)
-    assert model(rows, labels=rows)["loss"].item() == pytest.approx(stock.item(), abs=1e-6)
-    assert model(rows, labels=rows, num_items_in_batch=116)["loss"].item() == pytest.approx(halved.item(), abs=1e-6)
+def test_the_loss_of_the_router_is_trained():
+    config = MixtralConfig(
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 96, "num_local_experts": 4},
+        **{"output_router_logits": True, "router_aux_loss_coef": 0.1, "attn_implementation": "eager"},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    rows = IDS[:, :32]
+    own = model(input_ids=rows, labels=rows)
+    assert own.aux_loss > 0
+    own.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = fused(model)(input_ids=rows, labels=rows, fused_lm_head=True).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(own.loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[name], atol=1e-5), name
 
 
-def test_a_row_with_nothing_to_learn_is_no_nan():
-    model = bold_model()
-    rows = ids(8)
-    nothing = torch.full_like(rows, IGNORED_LABEL)
-    for items in (None, 7, torch.tensor(7)):
-        loss = fuse(model)(rows, labels=nothing, num_items_in_batch=items, return_dict=False)["loss"]
-        loss.backward()
-        assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+@pytest.mark.parametrize("kind", ["llama4_text", "modernbert-decoder"])
+def test_a_model_whose_loss_trl_does_not_know_is_refused(kind, sft):
+    """A head that transforms the states first, and a decoder that TRL takes for the whole model."""
+    rows = Dataset.from_dict({"input_ids": IDS[:, :24].tolist()})
+    with pytest.raises(ValueError, match="loss"):
+        check_loss(sft(tiny_model(kind), rows))
+    check_loss(sft(bold_model("gemma2"), rows))
 
 
-# --- packing
+# --- the options of TRL that a run leans on
 
 
-@settings(deadline=None, max_examples=60)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), length=st.integers(2, 16), apart=st.booleans())
-def test_packing_loses_no_token_and_says_where_documents_begin(sizes, length, apart):
-    counter = itertools.count()
-    documents = [[next(counter) for _ in range(size)] for size in sizes]
-    rows = list(pack(((ids, ids) for ids in documents), length, apart=apart))
-    begins = set(itertools.accumulate([0, *sizes]))
-    assert len(rows) == sum(sizes) // length
-    for index, row in enumerate(rows):
-        tokens = list(range(index * length, (index + 1) * length))
-        assert row["input_ids"] == tokens
-        expected = 0
-        for token, position, label in zip(tokens, row["position_ids"], row["labels"], strict=True):
-            if apart and token in begins:
-                expected = 0
-            assert position == expected and label == (IGNORED_LABEL if position == 0 else token)
-            expected += 1
+def rows_of(count, size=24):
+    return Dataset.from_dict({"input_ids": [ids(size, batch=1, seed=i)[0].tolist() for i in range(count)]})
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_noise_on_the_embeddings_is_an_option_of_trl(sft):
+    plain = sft(bold_model(), rows_of(16))
+    plain.train()
+    noisy = sft(bold_model(), rows_of(16), neftune_noise_alpha=15)
+    noisy.train()
+    assert losses_of(plain)[0] != pytest.approx(losses_of(noisy)[0], abs=1e-4)
+    assert torch.isfinite(torch.tensor(losses_of(noisy))).all()
+
+
+CHAT = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<' + m.role + '>\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<eos>' }}{% endgeneration %}{% else %}{{ m.content + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+
+
+def test_only_the_turns_of_the_assistant_are_learned(sft):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = CHAT
+    turns = [("user", "hi 12"), ("assistant", "yo man"), ("user", "34"), ("assistant", "5")]
+    talk = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    trainer = sft(
+        AutoModelForCausalLM.from_pretrained(TOKENIZER.name_or_path),
+        Dataset.from_list([talk] * 4),
+        tokenizer,
+        assistant_only_loss=True,
+        packing=True,
+        packing_strategy="bfd_split",
+        max_length=256,
+    )
+    row = trainer.train_dataset[0]
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != IGNORED_LABEL]
+    assert tokenizer.decode(learned) == "yo man<eos>5<eos>" * len(row["seq_lengths"])
+    trainer.train()
+    assert torch.isfinite(torch.tensor(losses_of(trainer))).all()
+
+
+# --- rows that devices share
+
+
+def test_sliding_windows_are_refused_where_devices_share_a_row(monkeypatch):
+    check_context_parallel(bold_model("gemma3"))
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    check_context_parallel(bold_model())
+    with pytest.raises(ValueError, match="attended to in full"):
+        check_context_parallel(bold_model("gemma3"))
 
 
 # --- positions and masks, as Trainer runs them: no cache, position_ids given
@@ -122,59 +183,22 @@ def test_skipped_positions_keep_plain_causal_attention(attention):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_do_not_see_each_other(attention):
+    """As TRL packs and collates them; the longest document is split, and its rest is a document of its own."""
+    from trl import pack_dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
     model = bold_model(attention=attention)
-    tokens = ids(24, batch=1)
-    documents = [tokens[0, a:b].tolist() for a, b in ((0, 5), (5, 17), (17, 24))]
-    (row,) = pack(((document, document) for document in documents), 24, apart=True)
-    batch = {name: torch.tensor([row[name]]) for name in ("input_ids", "position_ids")}
-    segment = torch.tensor([0] * 5 + [1] * 12 + [2] * 7)
+    tokens = ids(29, batch=1)[0].tolist()
+    documents = [tokens[:5], tokens[5:17], tokens[17:]]
+    (row,) = pack_dataset(Dataset.from_dict({"input_ids": documents, "labels": documents}), 24, "bfd_split").select([0])
+    assert sum(row["seq_lengths"]) == 24 and len(row["seq_lengths"]) == 2
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
+    begins = [0, row["seq_lengths"][0]]
+    assert (batch["labels"][0] == IGNORED_LABEL).nonzero().flatten().tolist() == begins
+    segment = torch.tensor([0] * row["seq_lengths"][0] + [1] * row["seq_lengths"][1])
     allowed = torch.ones(24, 24, dtype=torch.bool).tril() & (segment[:, None] == segment)
-    assert torch.allclose(run(model, batch), explicit(model, batch, allowed), atol=1e-4)
-
-
-# --- the trainer
-
-
-def rows_of(count, size=24):
-    return [{"input_ids": row, "labels": row} for row in (ids(size, batch=1, seed=i)[0] for i in range(count))]
-
-
-def arguments(folder, **changes):
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 1}
-    options |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "learning_rate": 1e-3, "seed": 3}
-    return TrainingArguments(folder, **(options | changes))
-
-
-def losses_of(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_it_trains_as_stock_trainer_does(tmp_path):
-    rows = rows_of(16)
-    stock = Trainer(
-        bold_model(),
-        arguments(tmp_path, train_sampling_strategy="sequential", remove_unused_columns=False),
-        train_dataset=rows,
-    )
-    stock.train()
-    ours = LongTrainer(bold_model(), arguments(tmp_path), rows)
-    ours.train()
-    assert losses_of(ours) == pytest.approx(losses_of(stock), abs=1e-5)
-    for (name, mine), theirs in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-4), name
-
-
-def test_labels_count_over_the_whole_step(tmp_path):
-    """Two passes with unequal numbers of labels make one step: the mean is over the labels of both."""
-    rows = rows_of(4)
-    for number, learned in ((0, 4), (3, 1)):
-        labels = torch.full((24,), IGNORED_LABEL)
-        labels[-learned:] = rows[number]["input_ids"][-learned:]
-        rows[number] = {**rows[number], "labels": labels}
-    model = bold_model()
-    with torch.no_grad():
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-        expected = naive(model, batch["input_ids"], batch["labels"])
-    trainer = LongTrainer(model, arguments(tmp_path, max_steps=1), rows)
-    trainer.train()
-    assert losses_of(trainer) == pytest.approx([float(expected)], abs=1e-4)
+    batch.pop("labels")
+    plain = {name: batch[name] for name in ("input_ids", "position_ids")}
+    assert torch.allclose(run(model, batch), explicit(model, plain, allowed), atol=1e-4)
+    joined = torch.ones(24, 24, dtype=torch.bool).tril()
+    assert not torch.allclose(run(model, batch), explicit(model, plain, joined), atol=1e-3)

@@ -14,7 +14,7 @@ TEMPLATE_DATE = datetime.datetime(2024, 7, 26, 12)
 """The day that a chat template prints as today's date: the one that Llama's template falls back on."""
 
 
-def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
+def chat_frame(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
     """Return what a chat template writes before a user's message, and after it up to the start of the assistant's turn.
 
     A template that prints today's date (``strftime_now``) is made to print :data:`TEMPLATE_DATE`, so that a run that is
@@ -44,7 +44,7 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
             tokenizer.get_chat_template(),
         )
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": dated}
-        return turns_of(lambda chat: str(tokenizer.apply_chat_template(chat, **options)))
+        return frame_of(lambda chat: str(tokenizer.apply_chat_template(chat, **options)))
     except (ValueError, TemplateError) as error:
         message = f"the chat template of this tokenizer cannot be used: {error}"
         if chat_template == "on":
@@ -54,7 +54,7 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
         return None
 
 
-def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
+def frame_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
     """Return what a chat template writes before and after a user's message.
 
     Args:

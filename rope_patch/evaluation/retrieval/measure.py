@@ -20,7 +20,7 @@ from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.finished_work import Resume, finished_work
 from rope_patch.evaluation.intervals import CONFIDENCE, effective_count, wilson
 from rope_patch.evaluation.read_across_processes import read_batches
-from rope_patch.evaluation.retrieval.chat_template import chat_turns
+from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.generate_answers import Answer, answer_prompts
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import Prompt, PromptMaker
@@ -207,7 +207,7 @@ def retrieval(
     if isinstance(hidden_in, PromptMaker):
         maker = hidden_in
     else:
-        maker = PromptMaker(tokenizer, hidden_in, turns=chat_turns(tokenizer, spec.chat_template))
+        maker = PromptMaker(tokenizer, hidden_in, frame=chat_frame(tokenizer, spec.chat_template))
     # Another cache or chunk may change the answer, so they are part of every key. Stop tokens, tokenizer and task are
     # not: answers are stored as token ids, and decoded and graded when they are read.
     settings = cache_identity(cache, resume is not None) | {"chunk": spec.chunk}
@@ -246,8 +246,8 @@ def retrieval(
         haystack=maker.haystack.name,
         haystack_sha256=maker.haystack.sha256,
         prefix=maker.prefix,
-        chat=maker.turns is not None,
-        chat_sha256="" if maker.turns is None else text_digest(json.dumps(maker.turns)),
+        chat=maker.frame is not None,
+        chat_sha256="" if maker.frame is None else text_digest(json.dumps(maker.frame)),
     )
 
 

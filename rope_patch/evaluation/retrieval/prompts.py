@@ -66,8 +66,8 @@ class PromptMaker:
         haystack: the text that the needles are hidden in.
         prefix: ids of the special tokens in front of each prompt; by default the beginning-of-sequence token if there
             is one, and none in a chat.
-        turns: the text that a chat template writes before and after the user's message, as
-            :func:`~rope_patch.evaluation.retrieval.chat_template.chat_turns` returns it: the text and the question are
+        frame: the text that a chat template writes before and after the user's message, as
+            :func:`~rope_patch.evaluation.retrieval.chat_template.chat_frame` returns it: the text and the question are
             then that message, the answer begins in the assistant's turn, and the special tokens are those of the
             template. None for plain text.
 
@@ -81,13 +81,13 @@ class PromptMaker:
         haystack: str | Path | Haystack = DEFAULT_HAYSTACK,
         *,
         prefix: Sequence[int] | None = None,
-        turns: tuple[str, str] | None = None,
+        frame: tuple[str, str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.haystack = Haystack.of(haystack)
-        self.turns = turns
+        self.frame = frame
         if prefix is None:
-            prefix = prefix_ids(tokenizer) if turns is None else ()
+            prefix = prefix_ids(tokenizer) if frame is None else ()
         self.prefix = tuple(prefix)
         text = self.haystack.text
         if self.haystack.endless:  # a copy of the text follows the one before it after a space
@@ -142,9 +142,9 @@ class PromptMaker:
 
     def render(self, body: str, answer_prefix: str) -> str:
         """Return the text of a prompt from its body and the beginning of its answer, in the chat template if any."""
-        if self.turns is None:
+        if self.frame is None:
             return body + answer_prefix
-        before, after = self.turns
+        before, after = self.frame
         # Many chat templates strip the message; stripped here, the text is what the template would give.
         return before + body.strip() + after + answer_prefix.lstrip()
 

@@ -65,6 +65,12 @@ METHODS = (
         "return math.sqrt(grown) * table.attention_scaling",
         "return math.sqrt(grown)",
     ),
+    Mutation(
+        "error_says_the_context_in_place_of_what_the_factor_reaches",
+        "rope_patch/methods/scaling.py",
+        "reaches {round(self.factor * context)} tokens",
+        "reaches {round(context)} tokens",
+    ),
 )
 
 PATCHING = (
@@ -103,6 +109,12 @@ PATCHING = (
         "rope_patch/patching/locate.py",
         'encoding["factor"] * max(length, table.max_position_embeddings) /',
         'encoding["factor"] * length /',
+    ),
+    Mutation(
+        "stated_context_and_the_one_that_is_reached_are_exchanged",
+        "rope_patch/patching/encode.py",
+        "reaches {furthest} tokens, the checkpoint still states a context of {stated}",
+        "reaches {stated} tokens, the checkpoint still states a context of {furthest}",
     ),
 )
 
@@ -194,5 +206,17 @@ KV_CACHE = (
         "rope_patch/diagnosis/in_memory.py",
         "    if measured.problem is None:\n        yield Check(\n",
         "    if measured.problem is None or subject.location.record is not None:\n        yield Check(\n",
+    ),
+    Mutation(
+        "kl_on_own_tokens_is_said_of_those_of_full_precision",
+        "rope_patch/kv_evaluation/results.py",
+        "forced, own = map(kl_text",
+        "own, forced = map(kl_text",
+    ),
+    Mutation(
+        "answers_of_another_cache_format_are_taken",
+        "rope_patch/harness/model.py",
+        ', "scheme": scheme_identity(self.scheme)}',
+        "}",
     ),
 )
