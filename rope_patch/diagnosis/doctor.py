@@ -98,10 +98,9 @@ def doctor(
 def _pythons(for_programs: Sequence[str], python: str | Path | None) -> dict[str, str | Path]:
     """Return the Python by program in which each program is asked, for those that can be."""
     if python is not None:
-        if len(for_programs) != 1 or for_programs[0] not in MODULES:
-            raise ValueError(
-                f"python (--python) goes with one program in for_programs (--for), of {', '.join(MODULES)}"
-            )
+        asked = [name for name in PROGRAMS if name in MODULES]
+        if len(for_programs) != 1 or for_programs[0] not in asked:
+            raise ValueError(f"python (--python) goes with one program in for_programs (--for), of {', '.join(asked)}")
         return {for_programs[0]: python}
     found = {name: python_of(name) for name in for_programs}
     return {name: path for name, path in found.items() if path is not None}

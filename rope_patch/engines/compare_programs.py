@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from rope_patch import frequencies
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
-from rope_patch.engines.asking import TOLERANCE, ask
+from rope_patch.engines.asking import TOLERANCE, AskedLayer, ask, ask_files
 from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
-from rope_patch.engines.readings import Reading, reading_asked, reading_of
+from rope_patch.engines.readings import Reading, reading_asked, reading_of, to_ask
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
 from rope_patch.engines.verdicts import SAME, SENTENCES
 from rope_patch.gguf.table import read_gguf
@@ -119,7 +119,7 @@ def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> Program
 def _row(program: str, reading: Reading, stated: StatedConfig, kind: str | None, fix: str) -> ProgramReading:
     row = ProgramReading(program, reading.version, kind, UNVERIFIED, reading.unknown, asked=reading.asked)
     if reading.unknown:
-        return row
+        return row if reading.asked else replace(row, fix=to_ask(program))
     if reading.refused:
         return replace(row, verdict=REFUSES, found=f"it refuses this checkpoint: {reading.refused}", fix=fix)
     reason = "; ".join(reading.reasons)
@@ -169,11 +169,28 @@ def _of_gguf(source: str | Path, pythons: Mapping[str, str | Path]) -> ProgramCo
             in_file = replace(found.tables[0], layer_type=own.layer_type)
             rows.append(ProgramReading("llama.cpp", PROGRAMS["llama.cpp"].version, own.layer_type, REFERENCE))
             rows.append(_gguf_row(OURS, own, in_file, _BASE_ALONE, f"rope_patch.load({str(source)!r})"))
+    if "llama.cpp" in pythons:
+        rows.append(_asked_of_gguf(source, pythons["llama.cpp"], found.tables))
     for name, program in PROGRAMS.items():
         if name != "llama.cpp":
             reason = "what it reads of a GGUF file was not compared"
             rows += [ProgramReading(name, program.version, own.layer_type, UNVERIFIED, reason) for own in tables]
     return ProgramComparison(tuple(rows), found.warnings)
+
+
+def _asked_of_gguf(source: str | Path, python: str | Path, tables: Sequence[RotaryTable]) -> ProgramReading:
+    """Return whether llama.cpp itself computes the tables that the keys and factors of a file say."""
+    (answer,) = ask_files("llama.cpp", [str(source)], python)
+    row = ProgramReading("llama.cpp", answer.version, None, UNVERIFIED, answer.unread, asked=True)
+    if answer.unread:
+        return row
+    if answer.error:
+        return replace(row, verdict=REFUSES, found=f"it refuses this file: {answer.error}")
+    meant = [AskedLayer(frequencies.zero_unrotated(one.inv_freq), one.attention_scaling, None) for one in tables]
+    rotating = [layer for layer in answer.layers if layer.inv_freq is not None]
+    if all(any(layer.same_table(one) for one in meant) for layer in rotating):
+        return replace(row, verdict=AGREES, found="it computes the table that its keys and factors say")
+    return replace(row, verdict=DIFFERS, found="it computes another table than its keys and factors say")
 
 
 def _gguf_row(program: str, theirs: RotaryTable, table: RotaryTable, reason: str, fix: str) -> ProgramReading:

@@ -22,10 +22,10 @@ from rope_patch.tables import changes_with_length
 
 
 def to_ask(program: str) -> str:
-    """Return the sentence that says how to ask a program; empty if it cannot be asked."""
+    """Return the command that asks a program; empty if it cannot be asked."""
     if program not in MODULES:
         return ""
-    return f"To ask it: rope-patch doctor FOLDER --for {program} --python ENVIRONMENT/bin/python"
+    return f"rope-patch doctor FOLDER --for {program} --python ENVIRONMENT/bin/python, which asks it"
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     if not any(layer.window for layer in stated.layers):  # then it does not matter whether the program knows windows
         found = {kind: SAME if text in (DROPPED, WINDOW) else text for kind, text in found.items()}
     if set(found) != set(stated.tables):
-        return Reading(
-            version,
-            unknown=f"it was not asked about {stated.model_type} in this form ({form}). {to_ask(program)}".strip(),
-        )
+        return Reading(version, unknown=f"it was not asked about {stated.model_type} in this form: {form}")
     try:
         context, reasons = served_context(program, stated.complete)
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string

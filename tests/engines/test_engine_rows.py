@@ -13,8 +13,14 @@ import json
 import pytest
 from support import engine_folders, engine_forms
 from support.engine_rows import FILE, SMALL, Forms, answers_of, by_config, converted_answers, rows_of, write
+from support.engines import python_of
+from support.gguf_files import write_toy
+from support.prompting import TOKENIZER
+from support.tiny import tiny_model
 
+import rope_patch
 from rope_patch.engines.programs import PROGRAMS
+from rope_patch.gguf.patch import patch_gguf
 
 SOME = ("llama", "gemma3_text", "glm4", "gpt_oss", "phi3")
 CONVERTED = [family for family in engine_folders.FAMILIES if family != "gemma4_text"]
@@ -50,6 +56,15 @@ def test_llama_cpp_does_what_its_rows_say(everything, tmp_path):
     forms = Forms(CONVERTED if everything else ["llama", "gemma3_text"], **SMALL)
     answers = converted_answers(forms, tmp_path)
     check("llama.cpp", rows_of(forms, answers, answers_of("transformers-5", forms)), everything)
+
+
+@pytest.mark.engines
+def test_llama_cpp_is_asked_about_a_file(tmp_path):
+    model = tiny_model("llama", vocab_size=1024)
+    plain = write_toy(model, tmp_path / "plain.gguf", TOKENIZER)
+    patch_gguf(plain, "truncated", tmp_path / "file.gguf", target_length=256)
+    found = rope_patch.doctor(tmp_path / "file.gguf", for_programs=["llama.cpp"], python=python_of("llama.cpp"))
+    assert [check.state for check in found.checks if "asked" in check.name] == ["holds"]
 
 
 def check(program, rows, everything):

@@ -141,10 +141,10 @@ def test_a_share_that_sglang_may_not_see_is_not_vouched_for(tmp_path):
     assert UNVERIFIED in flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256).shown_by
 
 
-def multimodal(folder, family="gemma3"):
+def multimodal(folder, family="gemma3", **changes):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     whole = {"gemma3": Gemma3Config, "gemma4": Gemma4Config}[family]
-    whole(text_config=tiny_model(family).config.to_dict(), vision_config=vision).save_pretrained(folder)
+    whole(text_config=tiny_model(family, **changes).config.to_dict(), vision_config=vision).save_pretrained(folder)
     return folder
 
 
@@ -190,6 +190,14 @@ def test_what_was_not_compared_on_a_multimodal_checkpoint_is_unverified(program,
     assert list(json.loads(option(written.lines, OPTIONS[program][0]))) == ["text_config"]
 
 
+def test_options_of_llama_cpp_are_refused_where_it_gives_windows_to_other_layers(tmp_path):
+    """It takes every sixth layer of Gemma 3 for full attention."""
+    with pytest.raises(ValueError, match="layer_types"):
+        flags(multimodal(tmp_path), "yarn:factor=4", "llama.cpp", target_length=256)
+
+
 def test_options_of_llama_cpp_need_no_text_config(tmp_path):
-    written = flags(multimodal(tmp_path), "yarn:factor=4", "llama.cpp", target_length=256)
+    written = flags(
+        multimodal(tmp_path, num_hidden_layers=6, layer_types=None), "yarn:factor=4", "llama.cpp", target_length=256
+    )
     assert written.settings["--rope-scale"] == 4.0

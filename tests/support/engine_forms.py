@@ -135,6 +135,10 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
     for method in METHODS:
         yield from ours(own, method)
     if nested:
+        equal = own | {"rope_parameters": {kind: table | BASE for kind, table in own["rope_parameters"].items()}}
+        for method in METHODS:  # of one base, as OLMo 3 is published
+            for name, config in ours(equal, method):
+                yield f"{name}, one base", config
         parameters = {kind: scaled | YARN for kind, scaled in own["rope_parameters"].items()}
         yield "yarn in all layers", own | {"rope_parameters": parameters, "max_position_embeddings": TARGET}
         for method in ("yarn:factor=4", "pi:factor=4", "mrrope:factor=4"):

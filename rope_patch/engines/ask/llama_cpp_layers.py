@@ -15,6 +15,8 @@ from typing import Any
 POSITIONS = (1, 512)
 ERROR = 4
 """The level of errors in llama.cpp's log."""
+MASKS = {"SOFT_MAX": 1, "FLASH_ATTN_EXT": 3}
+"""The place of the mask among the sources of an operation."""
 HALF_APART = 2
 """The mode of ``GGML_OP_ROPE`` that turns features i and i + n / 2 and not neighbours."""
 
@@ -100,7 +102,7 @@ def layers_of(path: str) -> dict[str, Any]:
     layers = []
     for layer in range(lib.llama_model_n_layer(model)):
         cos, sin = watch.turned.get(layer, (None, None))
-        layers.append({"cos": cos, "sin": sin, "window": window if layer in watch.windowed else None})
+        layers.append({"cos": cos, "sin": sin, "window": window if watch.has_window(layer) else None})
     lib.llama_free(context)
     lib.llama_model_free(model)
     return {"context": trained, "layers": layers}
@@ -111,13 +113,13 @@ class GraphWatch:
 
     Attributes:
         turned: cos and sin of each pair at position 1, by layer.
-        windowed: the layers whose mask is that of the sliding window.
+        masks: the address of the mask by layer.
         callback: what llama.cpp calls for each node, before and after.
     """
 
     def __init__(self, ffi: Any) -> None:
         self.turned: dict[int, tuple[list[float], list[float]]] = {}
-        self.windowed: set[int] = set()
+        self.masks: dict[int, int] = {}
         self.before: list[list[float]] = []
         library = ctypes.CDLL(_library())
         library.ggml_op_desc.restype = ctypes.c_char_p
@@ -130,15 +132,18 @@ class GraphWatch:
 
         self.callback = ffi.callback("bool(struct ggml_tensor *, bool, void *)", look)
 
+    def has_window(self, layer: int) -> bool:
+        """Tell whether the mask of a layer is that of the window, which is made after the one for all tokens."""
+        return self.masks.get(layer, 0) > min(self.masks.values(), default=0)
+
     def look(self, node: Tensor, operation: str, asking: bool) -> None:
         """Look at a node, before it is computed (asking) and after."""
         layer = node.name.rpartition("-")[2].split()[0] if "-" in node.name else ""
         if not layer.isdigit():
             return
         index = int(layer)
-        masks = [Tensor(source).name for source in node.sources if source]
-        if operation in ("SOFT_MAX", "FLASH_ATTN_EXT") and any("swa" in name for name in masks):
-            self.windowed.add(index)
+        if operation in MASKS:
+            self.masks[index] = node.sources[MASKS[operation]]
         if operation != "ROPE" or index in self.turned:
             return
         count = node.parameters[1]
