@@ -90,6 +90,16 @@ def compare_programs(source: str | Path, pythons: Mapping[str, str | Path] | Non
     return _of_folder(source, pythons or {})
 
 
+def programs_that_agree(source: str | Path) -> list[str]:
+    """Return the programs, with their versions, that do with a folder what transformers 5 does."""
+    rows = compare_programs(source).rows
+    agreeing = []
+    for name, program in PROGRAMS.items():
+        if all(row.verdict == AGREES for row in rows if row.program == name):
+            agreeing.append(f"{program.name} {program.version}")
+    return agreeing
+
+
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 

@@ -86,13 +86,6 @@ class StatedConfig:
         """The context that the config states [tokens]."""
         return next(iter(self.tables.values())).max_position_embeddings
 
-    def head_dim(self, kind: str | None) -> int:
-        """Return the number of features of a head, which in Gemma 4 depends on the layer type."""
-        if self.model_type == "gemma4_text":
-            return self.tables[kind].rotary_dim
-        stated = self.complete.get("head_dim")
-        return int(stated or self.complete["hidden_size"] // self.complete["num_attention_heads"])
-
     def parameters(self, kind: str | None) -> Mapping[str, Any]:
         """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
         every: Mapping[str, Any] = self.complete["rope_parameters"]

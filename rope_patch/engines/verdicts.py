@@ -10,6 +10,7 @@ from rope_patch.tables import RotaryTable
 
 SAME = "same"
 REFUSES = "refuses"
+UNSEEN = "unseen"
 PLAIN = "plain"
 DEFAULT_BASE = "default base"
 FACTOR = "attention factor"
@@ -58,11 +59,16 @@ def verdict_of(answer: EngineAnswer, own: EngineAnswer, tables: Mapping[str | No
             return {}  # it was not seen where transformers itself uses the table
         pairs = [(answer.layers[index], own.layers[index]) for index in places]
         seen = [_difference(theirs, ours, own, table) for theirs, ours in pairs]
-        found[kind or ""] = next((one for one in seen if one != SAME), SAME)
+        found[kind or ""] = next((one for one in seen if one not in (SAME, UNSEEN)), UNSEEN if UNSEEN in seen else SAME)
+        # A layer that rotates nothing may hold a rotary module that it never calls.
+        if found[kind or ""] == UNSEEN:
+            return {}
     return found
 
 
 def _difference(theirs: AskedLayer, ours: AskedLayer, own: EngineAnswer, table: RotaryTable) -> str:
+    if ours.inv_freq is None and theirs.inv_freq is not None:
+        return UNSEEN
     if theirs.same_table(ours):
         if theirs.window == ours.window:
             return SAME

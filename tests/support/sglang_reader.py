@@ -61,7 +61,8 @@ def table_of(stated: StatedConfig, kind: str | None) -> tuple[Tensor, float]:
         return frequencies.zero_unrotated(table.inv_freq), table.attention_scaling
     if {"attn_factor", "extrapolation_factor"} & set(parameters):
         raise KeyError("keys of YaRN that transformers does not know")
-    head_dim = stated.head_dim(kind)
+    complete = stated.complete
+    head_dim = int(complete.get("head_dim") or complete["hidden_size"] // complete["num_attention_heads"])
     share = stated.raw.get(SHARE, TOP_SHARE[family]) if family in TOP_SHARE else 1.0
     dims = int(head_dim * share)
     theta = float(parameters["rope_theta"])

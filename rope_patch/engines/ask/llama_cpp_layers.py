@@ -41,10 +41,11 @@ class Tensor:
 
 
 def version() -> str:
-    """Return the version of the package."""
+    """Return the number of the build, which is the last of the package's version."""
     from importlib.metadata import version
 
-    return f"of xllamacpp {version('xllamacpp')}"
+    build = version("xllamacpp").rpartition(".")[2]
+    return f"b{build}"
 
 
 def _library() -> str:
