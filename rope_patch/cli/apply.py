@@ -9,6 +9,7 @@ from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.checkpoints.source_files import how_to_load
 from rope_patch.cli.printing import print_json
 from rope_patch.engines.compare_programs import programs_that_agree
+from rope_patch.engines.programs import PROGRAMS
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.methods import as_method
 from rope_patch.options.checkpoints import ApplyOptions
@@ -37,6 +38,6 @@ def apply(options: ApplyOptions) -> None:
             print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
     else:
         print(f"wrote {output}: {how_to_load(output)} loads it, with or without rope_patch")
-        names = programs_that_agree(output)
+        names = [f"{PROGRAMS[name].name} {PROGRAMS[name].version}" for name in programs_that_agree(output)]
         if names:
             print(f"runs as it is in {', '.join(names)}; rope-patch doctor {output} says more")

@@ -56,13 +56,10 @@ class AskedLayer:
         """Tell whether frequencies and attention factor are those of another layer."""
         if self.inv_freq is None or other.inv_freq is None:
             return self.inv_freq is other.inv_freq
-        if self.inv_freq.shape != other.inv_freq.shape or not self.same_scaling(other):
+        factors = (self.attention_scaling or 0.0, other.attention_scaling or 0.0)
+        if self.inv_freq.shape != other.inv_freq.shape or abs(factors[0] - factors[1]) > TOLERANCE:
             return False
         return torch.allclose(self.inv_freq, other.inv_freq, rtol=TOLERANCE, atol=SMALLEST)
-
-    def same_scaling(self, other: AskedLayer) -> bool:
-        """Tell whether the attention factor is that of another layer."""
-        return abs((self.attention_scaling or 0.0) - (other.attention_scaling or 0.0)) <= TOLERANCE
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +102,13 @@ def python_of(program: str) -> str | None:
     return None
 
 
-def ask(program: str, configs: Sequence[Mapping[str, Any]], python: str | Path, **options: Any) -> list[EngineAnswer]:
+def ask(program: str, configs: Sequence[Mapping[str, Any]], python: str | Path) -> list[EngineAnswer]:
     """Return the answers of a program about configs.
 
     Args:
         program: the program, a key of :data:`MODULES`.
         configs: the contents of each config.json.
         python: the Python of the environment in which the program is installed.
-        **options: further arguments of vLLM's engine.
 
     Raises:
         ValueError: the program cannot be run by this Python, with what it said.
@@ -122,27 +118,24 @@ def ask(program: str, configs: Sequence[Mapping[str, Any]], python: str | Path, 
         for folder, config in zip(folders, configs, strict=True):
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(dict(config)))
-        return ask_files(program, [str(folder) for folder in folders], python, **options)
+        return ask_files(program, [str(folder) for folder in folders], python)
 
 
-def ask_files(program: str, paths: Sequence[str], python: str | Path, **options: Any) -> list[EngineAnswer]:
+def ask_files(program: str, paths: Sequence[str], python: str | Path) -> list[EngineAnswer]:
     """Return the answers of a program about folders or files, as :func:`ask` does."""
     answers: list[EngineAnswer] = []
     while len(answers) < len(paths):
-        version, said, status = _run(program, paths[len(answers) :], python, options)
+        version, said, status = _run(program, paths[len(answers) :], python)
         answers += [_answer(version, each) for each in said]
         if len(answers) < len(paths):  # some engines end the process where others raise an error
             answers.append(EngineAnswer(version, error=f"the program ended with status {status}"))
     return answers
 
 
-def _run(
-    program: str, paths: Sequence[str], python: str | Path, options: Mapping[str, Any]
-) -> tuple[str, list[dict[str, Any]], int]:
+def _run(program: str, paths: Sequence[str], python: str | Path) -> tuple[str, list[dict[str, Any]], int]:
     """Return the version of a program, its answers up to the first at which it ended, and its exit status."""
     command = [str(python), "-W", "ignore", str(Path(__file__).with_name("ask")), MODULES[program], *paths]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["ROPE_PATCH_ENGINE_OPTIONS"] = json.dumps(dict(options))
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:

@@ -79,7 +79,7 @@ def compare_programs(source: str | Path, pythons: Mapping[str, str | Path] | Non
     Args:
         source: the folder, hub id or GGUF file that the programs read.
         pythons: the Python by program in which it is installed, for programs that are asked about this checkpoint;
-            of the others it is told what they were seen to do with other configs in the same form.
+            the rows of the others say what they did with other configs in the same form.
 
     Raises:
         OSError: there is nothing that can be read.
@@ -91,13 +91,9 @@ def compare_programs(source: str | Path, pythons: Mapping[str, str | Path] | Non
 
 
 def programs_that_agree(source: str | Path) -> list[str]:
-    """Return the programs, with their versions, that do with a folder what transformers 5 does."""
+    """Return the programs that do with a folder what transformers 5 does, keys of ``PROGRAMS``."""
     rows = compare_programs(source).rows
-    agreeing = []
-    for name, program in PROGRAMS.items():
-        if all(row.verdict == AGREES for row in rows if row.program == name):
-            agreeing.append(f"{program.name} {program.version}")
-    return agreeing
+    return [name for name in PROGRAMS if all(row.verdict == AGREES for row in rows if row.program == name)]
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -110,11 +106,11 @@ def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> Program
     config = config_json(source)
     stated = StatedConfig.of(location.config, config, inspection.tables)
     rows = [ProgramReading(OURS, "", table.layer_type, REFERENCE) for table in inspection.tables]
+    own = ask(OURS, [config], sys.executable) if pythons else []
     for name in PROGRAMS:
         if name in pythons:
             (answer,) = ask(name, [config], pythons[name])
-            (own,) = ask(OURS, [config], sys.executable)
-            reading = reading_asked(answer, own, stated)
+            reading = reading_asked(answer, own[0], stated)
         else:
             reading = reading_of(name, stated)
         fix = ""

@@ -124,10 +124,10 @@ def _config_for(
     reading = _reading(model, config, tables, to)
     # vLLM fails on longrope where pairs are neighbours, and loses the share of some families; the own form may run.
     if reading.refused or set(reading.seen.values()) & set(OTHER_TABLES):
-        own, _ = exported_config(model, tables, "hf")
+        own, own_notes = exported_config(model, tables, "hf")
         in_own_form = _reading(model, own, tables, to)
         if set(in_own_form.seen.values()) == {SAME}:
-            config, reading = own, in_own_form
+            config, notes, reading = own, own_notes, in_own_form
             if reading.context != tables[0].max_position_embeddings:
                 notes.append(f"start it with a context of {tables[0].max_position_embeddings}: {reading.reasons[0]}")
     if reading.refused:

@@ -35,7 +35,7 @@ def without_tables(written: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in written.items() if key not in ("rope_parameters", "rope_scaling", *_SCALARS)}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Form:
     """The form of a config.
 

@@ -1,6 +1,7 @@
 """The programs of which it is known what they do with a config, and the file of what they were seen to do.
 
-``assets/engines.json`` is written by ``make test-engines``, which asks each program about configs of many families.
+``tests/engines/test_engine_rows.py`` asks each program about configs of many families. With ``--write`` it writes
+``assets/engines.json``; ``make test-engines`` compares some families with it.
 """
 
 from __future__ import annotations

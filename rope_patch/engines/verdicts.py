@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rope_patch import frequencies
 from rope_patch.engines.asking import AskedLayer, EngineAnswer
@@ -73,7 +73,7 @@ def _difference(theirs: AskedLayer, ours: AskedLayer, own: EngineAnswer, table: 
         if theirs.window == ours.window:
             return SAME
         return DROPPED if theirs.window is None else WINDOW
-    if _runs_as_another(theirs, own.layers):
+    if any(theirs.same_table(layer) and theirs.window == layer.window for layer in own.layers):
         return MOVED
     if theirs.inv_freq is None or ours.inv_freq is None or len(theirs.inv_freq) != len(ours.inv_freq):
         return PAIRS
@@ -88,7 +88,3 @@ def _difference(theirs: AskedLayer, ours: AskedLayer, own: EngineAnswer, table: 
     if abs(base / table.rope_theta - 1) < 1e-3:
         return PLAIN
     return DEFAULT_BASE
-
-
-def _runs_as_another(theirs: AskedLayer, layers: Sequence[AskedLayer]) -> bool:
-    return any(theirs.same_table(layer) and theirs.window == layer.window for layer in layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rope_patch.engines.compare_programs import AGREES, compare_programs
+from rope_patch.engines.compare_programs import programs_that_agree
 from rope_patch.engines.flags import ENGINES, checkpoint_under
 from rope_patch.engines.programs import PROGRAMS
 from rope_patch.patching.install import patched
@@ -33,12 +33,12 @@ def served_by(model: PreTrainedModel, method: str, source: str, length: int) -> 
         model.config.save_pretrained(folder)
         add_older_keys(Path(folder))
         try:
-            rows = compare_programs(folder).rows
+            agreeing = programs_that_agree(folder)
         except ValueError:  # a family that nothing is known of
             return {}
     served = {}
     for program in NAMES:
-        if all(row.verdict == AGREES for row in rows if row.program == program):
+        if program in agreeing:
             served[program] = ""
         elif program in ENGINES:
             try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from rope_patch.engines import export
 from rope_patch.engines.compare_programs import compare_programs
 from rope_patch.engines.programs import PROGRAMS
 from rope_patch.gguf.patch import patch_gguf
-
-SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "engines.json"
 
 
 def written(folder, family="llama", **changes):
@@ -51,7 +48,6 @@ def without_base(parameters):
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
-LISTS = {"rope_type": "longrope", "rope_theta": 5e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
 YARN = YARN | {"rope_theta": 5e4}
 OWN = {"rope_type": "default", "rope_theta": 5e4}
 YARN_SCALING = 0.1 * math.log(4) + 1
@@ -211,8 +207,10 @@ def test_a_program_that_fails_is_no_disagreement(tmp_path):
 
 def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
     folder = patched(tmp_path / "both", "pi:factor=4", "gemma3", layer_types=("full_attention", "sliding_attention"))
-    read = rows(folder, "transformers-4")
-    assert {row.verdict for row in read.values()} & {"differs", "refuses", "unverified"}
+    assert {row.verdict for row in rows(folder, "vllm").values()} == {"agrees"}
+    read = rows(folder, "sglang")
+    assert (read["full_attention"].verdict, read["sliding_attention"].verdict) == ("agrees", "differs")
+    assert "plain RoPE" in read["sliding_attention"].found
 
 
 def test_a_gemma_3_file_whose_sliding_layers_are_scaled_too_is_caught(tmp_path):
@@ -254,7 +252,7 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     read = {row.program: row for row in found.rows}
     told = {name: read[name].verdict for name in ("llama.cpp", "transformers-5", "vllm")}
     assert told == {"llama.cpp": "reference", "transformers-5": "differs", "vllm": "unverified"}
-    assert f"attention factor {YARN_SCALING:.6g}" not in read["transformers-5"].found  # its own table is plain
+    assert "attention factor 1," in read["transformers-5"].found  # its own table is plain
     assert [row.verdict for row in compare_programs(plain).rows[:2]] == ["reference", "agrees"]
 
 
@@ -271,11 +269,6 @@ def test_options_are_refused_where_layers_would_run_otherwise(tmp_path):
     with pytest.raises(ValueError, match="no sliding window"):
         flags(folder, "abf", "sglang", target_length=256)
     assert flags(folder, "abf", "vllm", target_length=256).lines
-
-
-def test_what_programs_were_seen_to_do_names_their_versions():
-    for program in PROGRAMS.values():
-        assert any(digit.isdigit() for digit in program.version)
 
 
 def test_what_apply_and_export_write_was_asked_about_on_the_families_that_people_have(tmp_path):

@@ -62,7 +62,7 @@ def layers_of(model: Any) -> dict[str, Any]:
 
     tables: dict[int, tuple[Any, Any]] = {}
     layers: dict[int, dict[str, Any]] = {}
-    held: list[Any] = []  # so that no id is used twice
+    given_out: list[Any] = []  # so that no id is used twice
     touched: list[int] = []
 
     class TableWatch(TorchFunctionMode):
@@ -90,7 +90,7 @@ def layers_of(model: Any) -> dict[str, Any]:
                 made = (made,)
                 cos, sin = made[0][0, 1].real.tolist(), made[0][0, 1].imag.tolist()
             given = tuple(torch.empty_like(each, device="meta") for each in made)
-            held.extend(given)
+            given_out.extend(given)
             tables.update({id(each): (cos, sin) for each in given})
             return given if len(given) > 1 else given[0]
 

@@ -1,6 +1,5 @@
 """The rotary tables of vLLM."""
 
-import json
 import os
 from typing import Any
 
@@ -19,20 +18,14 @@ def version() -> str:
 
 
 def model_of(path: str) -> tuple[Any, int]:
-    """Return the model of a checkpoint without its weights, and the context that it would serve.
-
-    ``ROPE_PATCH_ENGINE_OPTIONS`` holds further arguments of vLLM's engine as JSON.
-    """
+    """Return the model of a checkpoint without its weights, and the context that it would serve."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    options = json.loads(os.environ.get("ROPE_PATCH_ENGINE_OPTIONS", "{}"))
-    arguments = EngineArgs(
-        path, load_format="dummy", enforce_eager=True, skip_tokenizer_init=True, dtype="float32", **options
-    )
+    arguments = EngineArgs(path, load_format="dummy", enforce_eager=True, skip_tokenizer_init=True, dtype="float32")
     config = arguments.create_engine_config()
     rotary_embedding._ROPE_DICT.clear()  # the tables of the checkpoint before
     with set_current_vllm_config(config):
@@ -48,7 +41,13 @@ def layers_of(model: tuple[Any, int]) -> dict[str, Any]:
     for module in network.modules():
         attention: Any = getattr(module, "attn", None)
         if hasattr(attention, "kv_cache_dtype"):
-            layers.append({**_table(getattr(module, "rotary_emb", None)), "window": attention.sliding_window})
+            rotary = getattr(module, "rotary_emb", None)
+            cos = sin = None
+            if rotary is not None:
+                table = _table(rotary)
+                context = min(context, len(table))  # it has no cos and sin for positions beyond
+                cos, sin = _at_position_1(table)
+            layers.append({"cos": cos, "sin": sin, "window": attention.sliding_window})
     return {"context": context, "layers": layers}
 
 
@@ -63,12 +62,10 @@ def _one_process() -> None:
     distributed.ensure_model_parallel_initialized(1, 1)
 
 
-def _table(rotary: Any) -> dict[str, Any]:
-    """Return cos and sin of a rotary module at position 1, and the number of its positions."""
+def _table(rotary: Any) -> Any:
+    """Return cos and sin of a rotary module, (positions, pairs)."""
     import torch
 
-    if rotary is None:
-        return {"cos": None, "sin": None}
     with torch.device("cpu"):
         if hasattr(rotary, "long_factor"):  # longrope: of its two tables the one for the whole context
             length = rotary.max_position_embeddings
@@ -76,11 +73,13 @@ def _table(rotary: Any) -> dict[str, Any]:
             if length > rotary.original_max_position_embeddings:
                 kind = "long"
             factors = (getattr(rotary, f"{kind}_factor"), getattr(rotary, f"{kind}_mscale"))
-            table = rotary._compute_cos_sin_cache(length, *factors)
-        else:
-            table = rotary._compute_cos_sin_cache()
+            return rotary._compute_cos_sin_cache(length, *factors)
+        return rotary._compute_cos_sin_cache()
+
+
+def _at_position_1(table: Any) -> tuple[list[float], list[float]]:
     if table.is_complex():  # Llama 4
         cos, sin = table[1].real, table[1].imag
     else:
         cos, sin = table[1].float().chunk(2, -1)
-    return {"cos": cos.flatten().tolist(), "sin": sin.flatten().tolist()}
+    return cos.flatten().tolist(), sin.flatten().tolist()
