@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -138,7 +140,12 @@ class PromptMaker:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, beginning with the special tokens."""
-        return [*self.prefix, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        return [*self.prefix, *self.tokens_of(text)]
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def render(self, body: str, answer_prefix: str) -> str:
         """Return the text of a prompt from its body and the beginning of its answer, in the chat template if any."""
@@ -161,22 +168,20 @@ class PromptMaker:
         """
         target = question.target
         # The prompt must be tokenised alike with and without the answer: otherwise a model would be asked with other
-        # tokens than those it is scored on.
+        # tokens than those it is scored on. Tokens depend on the text near them, so that its end is enough to see it.
         for spaces in (1, 0):
             shown = text + target[:spaces]
-            prompt_ids = self.encode(shown)
-            if ids[: len(prompt_ids)] == prompt_ids and len(prompt_ids) < len(ids):
+            asked = self.encode(shown[-CONTEXT:])
+            answered = self.encode(shown[-CONTEXT:] + target[spaces:])
+            if answered[: len(asked)] == asked and len(asked) < len(answered):
                 break
         else:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
-        # The end of the text is enough context to count the tokens of a part, and spares tokenising the whole prompt
-        # for each.
-        context = shown[-200:]
         ends = []
         for count in range(1, len(question.parts)):
             answer = " "[spaces:] + ", ".join(question.parts[:count])
-            ends.append(len(self.encode(context + answer)) - len(self.encode(context)))
-        ends.append(len(ids) - len(prompt_ids))
+            ends.append(len(self.encode(shown[-CONTEXT:] + answer)) - len(asked))
+        ends.append(len(answered) - len(asked))
         return Prompt(
             text=shown,
             target=target[spaces:],
@@ -188,8 +193,12 @@ class PromptMaker:
         )
 
 
+CONTEXT = 200
+"""Number of characters at the end of a prompt by which the tokens of its answer are counted."""
 STARTS = 40
 """Number of words at which a prompt may begin, if the haystack from the first of them on cannot be cut to fit."""
+KEPT = 16
+"""Number of texts whose tokens are kept while the prompts of a haystack are fitted."""
 ESTIMATES = 10
 """Number of estimates of the last word; the tokens of each text correct the next one, so that a few suffice."""
 
@@ -214,6 +223,7 @@ class _Fit:
     def __init__(self, maker: PromptMaker, task: str, length: int, start: float, questions: Sequence[Question]) -> None:
         self.maker = maker
         self.length = length
+        self._encoded = functools.lru_cache(maxsize=KEPT)(self._encode_with)  # tokenizing a long prompt takes the time
         self.words = maker.words
         sizes = maker.sizes
         if maker.haystack.endless:
@@ -243,15 +253,14 @@ class _Fit:
             self.pieces = context(size)
             return self._excess(longest)
 
-        each = max(1, excess(1) - excess(0))
-        size = 0
+        size, few = 0, 8
+        each = max(1.0, (excess(few) - excess(0)) / few)
         for _ in range(3):  # pieces have about the same number of tokens, so that few estimates come near
-            size = max(0, size - excess(size) // each)
-        while excess(size + 1) <= 0:
+            size = max(0, size - math.floor(excess(size) / each))
+        while excess(size) + len(self.maker.tokens_of(context(size + 1)[size])) <= 0:
             size += 1
-        self.pieces = context(size)
-        while any(self._excess(question) > 0 for question in questions):
-            self.pieces = self.pieces[:-1]
+        while size > 0 and excess(size) > 0:
+            size -= 1
 
     def __call__(self, question: Question) -> Prompt:
         """Return the prompt of a question."""
@@ -294,7 +303,7 @@ class _Fit:
             if excess == 0:
                 return words
             nearer = max(first, bisect.bisect_left(self.tokens_before, self.tokens_before[end] - excess))
-            if nearer > len(self.words):
+            if nearer > len(self.words) or (excess > 0 and not words):
                 return None
             if nearer == end:  # the last word has more tokens than there are too many: its first characters may fit
                 *whole, last = words
@@ -309,10 +318,13 @@ class _Fit:
 
     def _encode(self, question: Question, words: Sequence[str]) -> tuple[str, list[int]]:
         """Return the text of a prompt with these words of the haystack, and the ids of it and its answer."""
+        return self._encoded(question, tuple(self.pieces), tuple(words))
+
+    def _encode_with(self, question: Question, pieces: Sequence[str], words: Sequence[str]) -> tuple[str, list[int]]:
         surrounding = words
         after: Sequence[str] = ()
         if question.context is not None:
-            surrounding = self.pieces
+            surrounding = pieces
             after = words
         pieces = [question.opening]
         at = 0

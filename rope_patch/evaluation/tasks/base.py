@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import uuid
@@ -113,8 +114,8 @@ class Draw:
             endless: function that yields different items, from a source of randomness.
             count: the number of items that are returned.
         """
-        sizes = self._sizes(list(itertools.islice(endless(random.Random(0)), 128)))
-        return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
+        size = common_size(self.tokenizer, endless)
+        return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, size)
 
     def equally_long(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
         """Return items of a pool, first those with the given number of tokens.
@@ -127,17 +128,27 @@ class Draw:
         Raises:
             ValueError: the pool holds fewer items than ``count``.
         """
-        sizes = self._sizes(pool)
+        sizes = sizes_of(self.tokenizer, pool)
         common = _most_common(sizes) if size is None else size
         ranked = sorted(range(len(pool)), key=lambda i: sizes[i] != common)  # stable: those of the common size first
         if len(pool) < count:
             raise ValueError(f"{count} needles are too many: there are {len(pool)} different names")
         return [pool[i] for i in ranked[:count]]
 
-    def _sizes(self, items: Sequence[str]) -> list[int]:
-        # With the space before them, as they stand in a text: many tokenizers make other tokens without it.
-        encoded = self.tokenizer([f" {item}" for item in items], add_special_tokens=False)["input_ids"]
-        return [len(ids) for ids in encoded]
+
+@functools.lru_cache(maxsize=8)
+def common_size(tokenizer: Any, endless: Callable[[random.Random], Iterator[str]]) -> int:
+    """Return the most common number of tokens of the items that a function yields, from a fixed seed."""
+    return _most_common(sizes_of(tokenizer, list(itertools.islice(endless(random.Random(0)), 128))))
+
+
+def sizes_of(tokenizer: Any, items: Sequence[str]) -> list[int]:
+    """Return the number of tokens of each item, with the space before it, as it stands in a text.
+
+    Many tokenizers make other tokens without that space.
+    """
+    encoded = tokenizer([f" {item}" for item in items], add_special_tokens=False)["input_ids"]
+    return [len(ids) for ids in encoded]
 
 
 def _most_common(sizes: Sequence[int]) -> int:
