@@ -32,7 +32,8 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     As in lm-eval's RULER tasks, the score of a length is a metric named after it. A length that is not run has no
     score, where RULER's tasks have -1, so that lm-eval's own aggregation and its standard errors serve.
 
-    lm-eval has one ``max_gen_toks`` per task; here as many tokens are generated as each answer has.
+    lm-eval has one ``max_gen_toks`` per task; here as many tokens are generated as each answer has, or as RULER
+    generates.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -146,7 +147,7 @@ def retrieval_documents(
                     "expected": list(prompt.parts),
                     "depths": list(prompt.depths),
                     "sample": sample,
-                    "answer_tokens": prompt.answer,
+                    "answer_tokens": prompt.answer + prompt.beyond,
                 }
             )
     return rows

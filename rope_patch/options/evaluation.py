@@ -56,10 +56,10 @@ class EvalSpec(OptionSet):
         least=0,
     )
     tasks: Sequence[str] = word(
-        "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
-        "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, or qa1, qa2 "
-        'and qa3 (facts of a story). "" asks none, and leaves perplexity. extend takes passkey and niah, and asks the '
-        "first that the unpatched model answers within its context.",
+        "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), RULER's "
+        "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, json_kv, or "
+        'qa1, qa2 and qa3 (facts of a story). "" asks none, and leaves perplexity. extend takes passkey and niah, and '
+        "asks the first that the unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",
         several=True,

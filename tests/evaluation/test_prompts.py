@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.evaluation.tasks.base import NOUNS
 from rope_patch.texts.builtin_text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -57,10 +56,10 @@ def test_a_prompt_is_what_it_says_to_the_token(task, examples):
         prompts = MAKER.prompts(task, length, DEPTHS, seed=seed, sample=sample)
         assert len(prompts) == (1 if TASKS[task].joined else 5)
         for prompt in prompts:
-            assert len(prompt.ids) == length
+            assert prompt.length == length and prompt.beyond == max(0, TASKS[task].generated - prompt.answer)
             assert list(prompt.ids) == [recipe.BOS, *encode(prompt.text + prompt.target)], "the text says the same"
             assert list(prompt.ids[: -prompt.answer]) == [recipe.BOS, *encode(prompt.text)]
-            assert prompt.target.lstrip() == ", ".join(prompt.parts)
+            assert all(part in prompt.target for part in prompt.parts)
             assert prompt.text.endswith(" ") is not prompt.target.startswith(" ")
             assert prompt.ends == tuple(sorted(prompt.ends)) and prompt.ends[-1] == prompt.answer
 
@@ -82,30 +81,6 @@ def test_one_needle_stands_at_its_depth_in_an_unbroken_stretch_of_the_haystack()
         first, rest = (len(re.findall(r"\S+", part)) for part in (before, after))
         assert first == round(depth * (first + rest))
         assert before == before.lstrip() or not before.strip()
-
-
-def test_joined_tasks_ask_for_all_in_their_order():
-    (values,) = MAKER.prompts("multivalue", 600, (1.0, 0.0, 0.5), seed=1)  # depths in any order
-    said = re.findall(r" One magic number of (\w+) is (\d{7})\.", values.text)
-    assert len({name for name, _ in said}) == 1
-    assert values.parts == tuple(value for _, value in said) and values.depths == (0.0, 0.5, 1.0)
-    (query,) = MAKER.prompts("multiquery", 600, DEPTHS, seed=1)
-    said = re.findall(r" The magic number of (\w+) is (\d{7})\.", query.text)
-    names = [name for name, _ in said]
-    assert len(set(names)) == 5 and set(names) <= set(NOUNS.split())
-    assert f"numbers of {', '.join(names[:-1])} and {names[-1]}?" in query.text
-    assert query.parts == tuple(value for _, value in said)
-
-
-def test_a_chain_of_variables_has_one_value():
-    (prompt,) = MAKER.prompts("vt", 600, DEPTHS, seed=2)
-    first, value = re.search(r" VAR ([A-Z]{3}) = (\d{5})\.", prompt.text).groups()
-    links = dict(re.findall(r" VAR ([A-Z]{3}) = VAR ([A-Z]{3})\.", prompt.text))
-    chain = [first]
-    while following := [name for name, before in links.items() if before == chain[-1]]:
-        chain += following
-    assert prompt.parts == tuple(chain) and len(chain) == 5
-    assert prompt.text.endswith(f" Which 5 variables have the value {value}? In order, they are")
 
 
 def test_a_seed_gives_the_same_prompts_and_every_setting_others():

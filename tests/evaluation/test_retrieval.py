@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from support.evaluated import retrieval_of
-from support.prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
+from support.prompting import ANSWER, HAY, MAKER, ROOM, TOKENIZER, bold
 from support.reference_recipe import recipe
 from support.scored import Caches, check_reader, spy, spy_ids
 from support.subsets import full
@@ -46,7 +46,7 @@ def generated(model, prompt):
     out = model.generate(
         question,
         attention_mask=torch.ones_like(question),
-        max_new_tokens=prompt.answer,
+        max_new_tokens=prompt.answer + prompt.beyond,
         do_sample=False,
         pad_token_id=2,
     )
@@ -75,14 +75,14 @@ def from_logits(model, prompt):
     [
         ("passkey", "llama", "yarn:factor=4"),
         ("niah", "gemma3", "default"),
-        ("multivalue", "llama", "yarn:factor=4"),
-        ("vt", "gemma3", "default"),
+        ("niah_multivalue", "llama", "yarn:factor=4"),
+        ("niah_single_3", "gemma3", "default"),
     ],
 )
 def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape, method):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
     model = bundled(shape)
-    columns = [MAKER.prompts(task, 300, (0.0, 0.4, 1.0), sample=i) for i in range(2)]
+    columns = [MAKER.prompts(task, 400 + ROOM.get(task, 0), (0.0, 0.4, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
     check_reader(model)
     with rope_patch.patched(model, method), spy(model.lm_head) as states:
@@ -91,7 +91,12 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape,
         chunked = answer_prompts(Reader(model), rows, chunk=50)
         every = (itertools.chain(*grid) for grid in (rows, made, chunked))
         for prompt, found, again in zip(*every, strict=True):
-            assert until(found.output, recipe.EOS) == generated(model, prompt) == until(again.output, recipe.EOS)
+            assert found.output == again.output
+            right = found.output == list(prompt.ids[-prompt.answer :])
+            assert len(found.output) == prompt.answer + (0 if right else prompt.beyond)
+            whole = generated(model, prompt)
+            said = until(found.output, recipe.EOS)
+            assert said == whole[: len(said)] and (right or said == whole)
             assert found.logprobs == pytest.approx(from_logits(model, prompt), abs=2e-4)
 
 
@@ -203,17 +208,18 @@ def test_parts_of_a_joined_answer_are_graded_one_by_one():
     tokenizer = Spelling(" 11", ",", " 22", " 33", " 44")
     prompt = Prompt("", " 11, 22, 33", (0, 1, 2, 1, 3), 5, ("11", "22", "33"), (1, 3, 5), (0.0, 0.5, 1.0))
     scores = (-1.0, -0.5, -2.0, -0.25, -4.0)
-    made = grade(tokenizer, TASKS["multivalue"], prompt, Answer((3, 1, 4, 1, 0), scores), [])  # said 33, 44, 11
+    made = grade(tokenizer, TASKS["niah_multivalue"], prompt, Answer((3, 1, 4, 1, 0), scores), [])  # said 33, 44, 11
     assert [s.correct for s in made] == [True, False, True]
     assert [s.logprob for s in made] == [-1.0, -2.5, -4.25]
     assert {s.output for s in made} == {" 33, 44, 11"}
 
 
 def test_a_joined_task_has_a_cell_for_each_needle():
-    result = retrieval(bold(), TOKENIZER, "multivalue", lengths=[300], depths=[1.0, 0.0, 0.5], samples=2, haystack=HAY)
-    assert [(c.depth, len(c.samples)) for c in result.cells] == [(0.0, 2), (0.5, 2), (1.0, 2)]
+    asked = {"lengths": [600], "depths": [1.0, 0.0], "samples": 2, "haystack": HAY}
+    result = retrieval(bold(), TOKENIZER, "niah_multivalue", **asked)
+    assert [(c.depth, len(c.samples)) for c in result.cells] == [(0.0, 2), (1 / 3, 2), (2 / 3, 2), (1.0, 2)]
     for sample in range(2):
-        (prompt,) = MAKER.prompts("multivalue", 300, [0.0, 0.5, 1.0], sample=sample)
+        (prompt,) = MAKER.prompts("niah_multivalue", 600, [0.0, 1.0], sample=sample)
         assert tuple(c.samples[sample].expected for c in result.cells) == prompt.parts
 
 

@@ -74,16 +74,17 @@ def test_eight_windows_are_read_by_default_or_as_many_as_the_text_has_room_for(t
 
 def test_a_suite_gives_what_its_parts_give(tokenizer):
     model = bold_model(vocab_size=len(tokenizer))
-    suite = suite_of(tokenizer, tasks=["niah", "vt"], **ASKED)
+    lengths = (400, 512)
+    suite = suite_of(tokenizer, tasks=["niah", "niah_multivalue"], **{**ASKED, "lengths": lengths})
     read = []
     with listen(lambda stage, tokens: read.append(tokens)):
         result = suite.run(model)
-    assert result.perplexity == perplexity(model, suite.windows, window=128, buckets=suite.spec.edges, batch=128)
-    for task in ("niah", "vt"):
-        alone = retrieval(model, tokenizer, task, lengths=(96, 128), depths=(0.2, 0.8), samples=2, haystack=HAY)
+    assert result.perplexity == perplexity(model, suite.windows, window=512, buckets=suite.spec.edges, batch=128)
+    for task in ("niah", "niah_multivalue"):
+        alone = retrieval(model, tokenizer, task, lengths=lengths, depths=(0.2, 0.8), samples=2, haystack=HAY)
         assert result.retrieval[task] == alone
     assert sum(read) == suite.tokens == tokens_to_read(suite.spec)
-    assert suite.tokens == 3 * 128 + 2 * (96 + 128) * (2 + 1)  # niah asks at each depth, vt once
+    assert suite.tokens == 3 * 512 + 2 * (400 + 512) * (2 + 1)  # niah asks at each depth, niah_multivalue once
     prompts_alone = suite_of(tokenizer, **{**ASKED, "windows": 0})
     assert prompts_alone.run(model).perplexity is None and prompts_alone.text_sha256 == ""
 
@@ -130,17 +131,19 @@ def worst_window(monkeypatch):
 
 
 def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_window, tokenizer):
-    asked = {**ASKED, "tasks": ["niah", "vt"], "lengths": (96,)}
+    asked = {**ASKED, "tasks": ["niah", "niah_multivalue"], "lengths": (400,)}
     made = compared(bold_model(vocab_size=len(tokenizer)), tokenizer, ["default", "pi:factor=2"], **asked)
-    assert {"ppl 0-96", "niah 96", "vt 96"} <= {each.heading for each in made.columns()}, "a column of each task"
+    assert {"ppl 0-400", "niah 400", "niah_multivalue 400"} <= {each.heading for each in made.columns()}, (
+        "a column of each task"
+    )
     column = made.columns()[-1]
     losses = [worst_window.values(row.scores, None) for row in made.rows]
     assert column.metric == "worst_window" and column.values == tuple(map(max, losses)) and column.differences
     assert json.loads(made.to_json())["columns"][-1]["metric"] == "worst_window"
     assert "worst_window" in render(report.page([made]))
     checked = check_cache(bold_model(vocab_size=len(tokenizer)), tokenizer, ["int4-token"], **asked)
-    entry = json.loads(checked.to_json())["rows"][1]["lengths"]["96"]
-    assert {"worst_window", "worst_window_change", "retrieval_niah", "retrieval_vt_change"} <= set(entry)
+    entry = json.loads(checked.to_json())["rows"][1]["lengths"]["400"]
+    assert {"worst_window", "worst_window_change", "retrieval_niah", "retrieval_niah_multivalue_change"} <= set(entry)
 
 
 def test_a_metric_that_is_entered_has_a_say_in_the_verdict(worst_window):

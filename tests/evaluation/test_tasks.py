@@ -20,8 +20,8 @@ DEPTHS = (0.0, 0.3, 1.0)
 NOISY = PromptMaker(TOKENIZER, "noise")
 UUID = r"\d[0-9a-f]{7}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 KINDS = {
-    "niah_multikey_2": (r" The magic number of ([a-z]+-[a-z]+) is (\d{7})\.", 20),
-    "niah_multikey_3": (rf" The magic code of ({UUID}) is ({UUID})\.", 85),
+    "niah_multikey_2": (r"\nOne of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.", 33),
+    "niah_multikey_3": (rf"\nOne of the special magic uuids for ({UUID}) is: ({UUID})\.", 90),
     "json_kv": (rf' "({UUID})": "({UUID})"', 80),
 }
 
@@ -38,7 +38,8 @@ def test_a_needle_stands_at_its_depth_among_others_of_its_kind(task):
     texts = [re.findall(pattern, prompt.text) for prompt in prompts]
     for prompt, depth, pairs in zip(prompts, DEPTHS, texts, strict=True):
         names, values = ([pair[i] for pair in pairs] for i in (0, 1))
-        assert len(set(names)) == len(names) and len(set(values)) == len(values)
+        if task != "niah_multikey_2":  # of its pairs of words some come again, as in RULER
+            assert len(set(names)) == len(names) and len(set(values)) == len(values)
         assert 0.75 * 3000 / tokens < len(names) < 1.5 * 3000 / tokens, "nothing but needles, down to the last one"
         (name,) = [name for name in names if name in asked(prompt)]
         place = names.index(name)

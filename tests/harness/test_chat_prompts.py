@@ -34,7 +34,7 @@ def task_of(folder, name):
     return task
 
 
-@pytest.mark.parametrize(("name", "kind"), [("rope_passkey", "passkey"), ("rope_niah_multivalue", "multivalue")])
+@pytest.mark.parametrize(("name", "kind"), [("rope_passkey", "passkey"), ("rope_niah_multivalue", "niah_multivalue")])
 def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name, kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = HFLM(pretrained=bold(), tokenizer=tokenizer, device="cpu")

@@ -365,7 +365,8 @@ def test_our_names_are_ours_alone():
 
 def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
     files = {path.stem: load_yaml(path) for path in TASKS.glob("*.yaml")}
-    group = files.pop("rope_retrieval")
+    group, ruler = files.pop("rope_retrieval"), files.pop("rope_ruler")
+    assert set(ruler["task"]) <= set(group["task"]) and len(ruler["task"]) == 11
     assert set(group["task"]) == set(files) - {"rope_ppl"}
     kinds = {config["dataset_kwargs"]["task"] for name, config in files.items() if name in group["task"]}
     assert kinds == set(lm_eval_tasks.TASKS), "every task of the engine has a file"
@@ -376,7 +377,7 @@ def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
         assert {str(256 << i) for i in range(10)} <= {metric["metric"] for metric in config["metric_list"]}
 
 
-@pytest.mark.parametrize("task", ["passkey", "multivalue", "json_kv"])
+@pytest.mark.parametrize("task", ["passkey", "niah", "json_kv"])
 @pytest.mark.parametrize("special", [{}, {"add_bos_token": False}], ids=["BOS", "no BOS"])
 def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, special):
     asked = {"samples": 2, "depths": (0.1, 0.9), "seed": 3, "haystack": "noise", "pretrained": LLAMA}
@@ -403,7 +404,7 @@ def yarn():
 def test_scores_are_those_of_the_engine(yarn):
     names = {
         "rope_passkey": "passkey",
-        "rope_vt": "vt",
+        "rope_niah_single_1": "niah_single_1",
     }
     options = {"samples": 2, "depths": [0.0, 0.6], "seed": 1}
     ours, theirs = (run_tasks(lm(kind, yarn, batch_size=4), list(names), **options) for kind in (RopePatchLM, HFLM))
@@ -413,7 +414,8 @@ def test_scores_are_those_of_the_engine(yarn):
         assert ours["results"][name]["512,none"] == pytest.approx(engine.accuracy(512))
         cells = engine.cells[:1] if lm_eval_tasks.TASKS[task].joined else engine.cells
         expected = [cell.samples[i].output for i in range(2) for cell in cells]
-        assert [sample["filtered_resps"][0] for sample in ours["samples"][name]] == expected
+        said = [sample["filtered_resps"][0] for sample in ours["samples"][name]]
+        assert all(map(str.startswith, said, expected)), "the engine ends a right answer, lm-eval does not"
     assert ours["results"]["rope_passkey"]["512,none"] >= 0.5, "a score that could be seen to differ"
 
 
@@ -485,7 +487,7 @@ def test_wrong_metadata_is_an_error(task, metadata, message):
 def test_options_of_other_tasks_and_of_the_model_pass():
     metadata = {"samples": 1, "windows": 1, "method": "pi", "p": 0.5, "max_length": 2048}
     loaded = our_tasks(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
-    assert len(loaded) == 12
+    assert len(loaded) == 18
 
 
 def test_no_requests_come_from_lm_evals_cache_which_does_not_know_the_documents(tmp_path, monkeypatch):

@@ -30,7 +30,11 @@ def bold(family="llama", **changes):
 
 ROOM = {
     "json_kv": 400,
-    "niah_multikey_3": 400,
+    "niah_multikey_3": 500,
+    **dict.fromkeys(("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"), 300),
+    **dict.fromkeys(("niah_multivalue", "niah_multiquery", "fwe"), 400),
+    "vt": 900,
+    "cwe": 600,
     "qa2": 100,
     "qa3": 150,
 }

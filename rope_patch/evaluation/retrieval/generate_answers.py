@@ -32,7 +32,7 @@ class Answer:
     """The answer of a model to one prompt.
 
     Attributes:
-        output: tokens of greedy decoding, as many as the right answer has.
+        output: tokens of greedy decoding, up to the number that the task generates; a right answer ends them.
         logprobs: log-probability of each token of the right answer [nats].
     """
 
@@ -88,7 +88,7 @@ def answer_prompts(
     trunk, parting = _trunk(ids)
     chunk = reader.chunk(size, chunk, cache)
     # Its memory is taken once for the whole prompt, so that adding to it copies nothing.
-    past = cache() if cache is not None else reader.new_cache(size)
+    past = cache() if cache is not None else reader.new_cache(size + rows[0][0].beyond)
     read = 0
     answers = {}
     longest = max(row[0].answer for row in rows)
@@ -98,7 +98,9 @@ def answer_prompts(
     # needed.
     order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
     shared = sum(meeting[i] for i in order[:-1])  # each is read from where the one before it left the trunk
-    with progress.work(ids.numel(), reads=ids.shape[1] * (len(rows) * (size - 1) - shared)):
+    with progress.work(
+        sum(prompt.length for row in rows for prompt in row), reads=ids.shape[1] * (len(rows) * (size - 1) - shared)
+    ):
         for i in order:
             meet = meeting[i]
             if meet > read:
@@ -164,18 +166,19 @@ def answer_from(
     predicted = best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
         raise ValueError(f"NaN or infinite logits in a prompt of {ids.shape[1]} tokens: try float32")
-    outputs = expected.clone()
+    outputs: list[list[int]] = expected.tolist()
     missed = (predicted != expected).any(1)
     if bool(missed.any()):
         # Before the first position where any row is wrong, greedy decoding gives the right tokens; at it, the predicted
         # ones. Only the tokens after it have to be generated.
         first = int((predicted != expected).long()[missed].argmax(1).min())
-        outputs[:, first] = predicted[:, first]
+        said = [*expected[:, :first].unbind(1), predicted[:, first]]
         start = torch.cat([ids[:, read : prompt_tokens + first], predicted[:, first, None]], dim=1)
-        for i in range(first + 1, answer):
-            _, token = reader.score(reader.states(start, spare)[:, -1], expected[:, i])
-            outputs[:, i] = token
+        for _ in range(first + 1, answer + prompts[0].beyond):
+            _, token = reader.score(reader.states(start, spare)[:, -1], said[-1])  # the label is not needed
+            said.append(token)
             start = token[:, None]
         # Rows that are right were generated only because they share the batch.
-        outputs[~missed] = expected[~missed]
-    return [Answer(*pair) for pair in zip(outputs.tolist(), logprobs.tolist(), strict=True)]
+        generated = torch.stack(said, dim=1).tolist()
+        outputs = [new if wrong else right for new, right, wrong in zip(generated, outputs, missed, strict=True)]
+    return [Answer(*pair) for pair in zip(outputs, logprobs.tolist(), strict=True)]

@@ -56,7 +56,7 @@ class RetrievalCell:
     """Scores at one length and depth.
 
     Attributes:
-        length: length of prompt and answer together [tokens].
+        length: length of the prompt with all tokens that may be generated [tokens].
         depth: depth of the needle: 0 is the start, and 1 is just before the question. If a task's needles have no
             depths, it is the place of the part in the answer, from 0 for the first to 1 for the last.
         samples: answers, one from each haystack.
@@ -173,9 +173,8 @@ def retrieval(
     Args:
         model: a causal language model of transformers.
         tokenizer: the tokenizer of the model.
-        task: name of the task in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and
-            ``"vt"`` (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts the
-            part of its needle.
+        task: name of the task in :data:`rope_patch.evaluation.tasks.TASKS`. Some, such as ``"niah_multivalue"`` and
+            ``"vt"`` (variable tracking), ask for all at once; a cell then counts one part of the answer.
         spec: the spec of what is measured: the fields :data:`RETRIEVAL_FIELDS` of a :class:`~rope_patch.EvalSpec`, and
             its ``haystack``; its tasks are ignored.
         cache: a factory without arguments, which returns the cache to read through.
@@ -220,7 +219,7 @@ def retrieval(
         check_ids(torch.tensor(prompt.ids), reader.vocabulary)
 
     def name(prompts: _Haystack, model: str) -> str:
-        asked_of = [(prompt.ids, prompt.answer) for prompt in prompts]
+        asked_of = [(prompt.ids, prompt.answer, prompt.beyond) for prompt in prompts]
         return key(what="retrieval", prompts=asked_of, model=model, **settings)
 
     answered = read_batches(
@@ -228,7 +227,7 @@ def retrieval(
         ([prompts_of(length, i) for i in group] for length, group in _batches(spec)),
         score=functools.partial(_answered, reader, chunk=spec.chunk, cache=cache),
         name=name,
-        tokens=lambda prompts: sum(len(prompt.ids) for prompt in prompts),
+        tokens=lambda prompts: sum(prompt.length for prompt in prompts),
         work=finished_work(model, resume, spec.longest, cache),
     )
     stops = stop_ids(model, tokenizer)
@@ -238,13 +237,13 @@ def retrieval(
             for prompt, answer in zip(prompts, answers, strict=True):
                 graded = grade(tokenizer, TASKS[task], prompt, Answer(**answer), stops)
                 for depth, sample in zip(prompt.depths, graded, strict=True):
-                    samples[len(prompt.ids), depth].append(sample)
+                    samples[prompt.length, depth].append(sample)
     return RetrievalResult(
         task=task,
         cells=tuple(RetrievalCell(*place, tuple(of_place)) for place, of_place in samples.items()),
         seed=spec.seed,
-        haystack=maker.haystack.name,
-        haystack_sha256=maker.haystack.sha256,
+        haystack=maker.haystack_of(task).name,
+        haystack_sha256=maker.haystack_of(task).sha256,
         prefix=maker.prefix,
         chat=maker.frame is not None,
         chat_sha256="" if maker.frame is None else text_digest(json.dumps(maker.frame)),

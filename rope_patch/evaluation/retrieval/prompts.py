@@ -9,12 +9,12 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.retrieval.haystack import DEFAULT_HAYSTACK, Haystack
-from rope_patch.evaluation.tasks import TASKS, Draw, Question
+from rope_patch.evaluation.tasks import TASKS, Draw, Question, Task
 from rope_patch.texts.documents import prefix_ids
 
 
@@ -31,6 +31,7 @@ class Prompt:
         parts: strings that the answer must give: a single one, or one for each needle.
         ends: end of each part within the answer [tokens].
         depths: depth of the needle that each part is from: 0 is the start, and 1 is just before the question.
+        beyond: number of tokens of a wrong answer that are generated beyond those of the right one.
     """
 
     text: str
@@ -40,6 +41,12 @@ class Prompt:
     parts: tuple[str, ...]
     ends: tuple[int, ...]
     depths: tuple[float, ...]
+    beyond: int = 0
+
+    @property
+    def length(self) -> int:
+        """Length of the prompt with all tokens that may be generated."""
+        return len(self.ids) + self.beyond
 
 
 def words_and_sizes(tokenizer: Any, text: str) -> tuple[list[str], list[int]]:
@@ -97,6 +104,20 @@ class PromptMaker:
         self.words, self.sizes = words_and_sizes(tokenizer, text)
         self._made: dict[tuple[Any, ...], list[Prompt]] = {}
 
+    @functools.cached_property
+    def essays(self) -> PromptMaker:
+        """The maker for tasks that need a text with content, the built-in one where the haystack is noise; in a line.
+
+        RULER, too, makes one space of all white space.
+        """
+        haystack = Haystack.of("builtin") if self.haystack.endless else self.haystack
+        text = " ".join(haystack.text.split())
+        return PromptMaker(self.tokenizer, Haystack(text, haystack.name), prefix=self.prefix, frame=self.frame)
+
+    def haystack_of(self, task: str) -> Haystack:
+        """Return the haystack of a task's prompts."""
+        return self.essays.haystack if TASKS[task].essay else self.haystack
+
     def prompts(
         self, task: str, length: int, depths: Sequence[float], *, seed: int = 0, sample: int = 0
     ) -> list[Prompt]:
@@ -106,7 +127,7 @@ class PromptMaker:
 
         Args:
             task: the name of a :class:`~rope_patch.evaluation.tasks.Task`.
-            length: length of prompt and answer together [tokens].
+            length: length of the prompt with its answer, or with all tokens that the task generates [tokens].
             depths: depths of the needles, each in [0, 1].
             seed: seed of the values, the names and the places in the haystack.
             sample: number of the haystack; each has other values and another place.
@@ -117,7 +138,8 @@ class PromptMaker:
         """
         key = (task, length, tuple(depths), seed, sample)
         if key not in self._made:
-            self._made[key] = self._make(*key)
+            maker = self.essays if TASKS.find(task).essay else self
+            self._made[key] = maker._make(*key)
         return self._made[key]
 
     def _make(self, task: str, length: int, depths: Sequence[float], seed: int, sample: int) -> list[Prompt]:
@@ -130,8 +152,8 @@ class PromptMaker:
         # "single" is the mode that tasks had when there were several; without it all prompts would change.
         rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
         start = rng.random()
-        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng))
-        fit = _Fit(self, task, length, start, questions)
+        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng, length))
+        fit = _Fit(self, kind, length, start, questions)
         prompts = [fit(question) for question in questions]
         if kind.joined:
             return prompts
@@ -179,7 +201,7 @@ class PromptMaker:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
         ends = []
         for count in range(1, len(question.parts)):
-            answer = " "[spaces:] + ", ".join(question.parts[:count])
+            answer = question.answer(count)[spaces:]
             ends.append(len(self.encode(shown[-CONTEXT:] + answer)) - len(asked))
         ends.append(len(answered) - len(asked))
         return Prompt(
@@ -193,6 +215,7 @@ class PromptMaker:
         )
 
 
+END_OF_SENTENCE = re.compile(r"(?<! Mr)(?<! Mrs)(?<! Dr)(?<! St)[.!?][\"')”’_]*$")
 CONTEXT = 200
 """Number of characters at the end of a prompt by which the tokens of its answer are counted."""
 STARTS = 40
@@ -211,7 +234,7 @@ class _Fit:
 
     Args:
         maker: the maker of the prompts.
-        task: the name of the task.
+        task: the task.
         length: length of prompt and answer together [tokens].
         start: where in the haystack the text begins, in [0, 1).
         questions: the questions of the haystack.
@@ -220,8 +243,13 @@ class _Fit:
         ValueError: the length has no room for the questions, or the haystack is too short.
     """
 
-    def __init__(self, maker: PromptMaker, task: str, length: int, start: float, questions: Sequence[Question]) -> None:
+    def __init__(
+        self, maker: PromptMaker, task: Task, length: int, start: float, questions: Sequence[Question]
+    ) -> None:
         self.maker = maker
+        # The tokens of an answer depend on the end of the prompt alone.
+        answers = {question: maker.divide(question.answer_prefix, [], question).answer for question in questions}
+        self.beyond = {question: max(0, task.generated - answer) for question, answer in answers.items()}
         self.length = length
         self._encoded = functools.lru_cache(maxsize=KEPT)(self._encode_with)  # tokenizing a long prompt takes the time
         self.words = maker.words
@@ -236,8 +264,8 @@ class _Fit:
         excess = max(map(self._excess, questions))
         if excess > 0:
             raise ValueError(
-                f"a prompt of {task} needs at least {length + excess} tokens with this tokenizer, got {length}: give "
-                "longer lengths, or leave this task out"
+                f"a prompt of {task.name} needs at least {length + excess} tokens with this tokenizer, got {length}: "
+                "give longer lengths, or leave this task out"
             )
         if context is not None:
             self._fill(context, questions)
@@ -253,20 +281,26 @@ class _Fit:
             self.pieces = context(size)
             return self._excess(longest)
 
-        size, few = 0, 8
-        each = max(1.0, (excess(few) - excess(0)) / few)
-        for _ in range(3):  # pieces have about the same number of tokens, so that few estimates come near
-            size = max(0, size - math.floor(excess(size) / each))
-        while excess(size) + len(self.maker.tokens_of(context(size + 1)[size])) <= 0:
-            size += 1
-        while size > 0 and excess(size) > 0:
+        before, size, each = 0, 8, 1.0
+        over = excess(before)
+        for _ in range(4):  # pieces have about the same number of tokens, so that few estimates come near
+            now = excess(size)
+            if size != before:
+                each = max(1.0, (now - over) / (size - before))
+            before, over = size, now
+            size = max(0, size - math.floor(now / each))
+        while excess(size) > 0 and size > 0:
             size -= 1
+        while excess(size + 1) <= 0 and context(size) != context(size + 1):
+            size += 1
+        self.pieces = context(size)
 
     def __call__(self, question: Question) -> Prompt:
         """Return the prompt of a question."""
         if self._excess(question, self.cut) != 0:  # the words of the last prompt mostly fit
             self.cut = self._fitting_cut(question)
-        return self.maker.divide(*self._encode(question, self.cut), question)
+        prompt = self.maker.divide(*self._encode(question, self.cut), question)
+        return replace(prompt, beyond=self.beyond[question])
 
     def _fitting_cut(self, question: Question) -> list[str]:
         """Return the words of the haystack with which a prompt has the exact length."""
@@ -314,7 +348,7 @@ class _Fit:
 
     def _excess(self, question: Question, words: Sequence[str] = ()) -> int:
         """Return how many tokens more than the length a prompt has with these words of the haystack."""
-        return len(self._encode(question, words)[1]) - self.length
+        return len(self._encode(question, words)[1]) + self.beyond[question] - self.length
 
     def _encode(self, question: Question, words: Sequence[str]) -> tuple[str, list[int]]:
         """Return the text of a prompt with these words of the haystack, and the ids of it and its answer."""
@@ -326,13 +360,19 @@ class _Fit:
         if question.context is not None:
             surrounding = pieces
             after = words
-        pieces = [question.opening]
+        parts = list[str]()
         at = 0
         for depth, needle in question.hidden:
             place = round(depth * len(surrounding))
-            pieces += [*surrounding[at:place], needle]
+            if question.between_sentences:
+                while place > at and not END_OF_SENTENCE.search(surrounding[place - 1]):
+                    place -= 1
+            parts += [*surrounding[at:place], needle]
             at = place
-        body = "".join([*pieces, *surrounding[at:], question.closing, *after, question.text])
+        inside = "".join([*parts, *surrounding[at:]])
+        if question.opening:
+            inside = inside.lstrip()
+        body = "".join([question.opening, inside, question.closing, *after, question.text])
         # A needle at the start keeps the space before it, so that it has the same tokens at every depth.
         if not (question.hidden and body.startswith(question.hidden[0][1])):
             body = body.lstrip()

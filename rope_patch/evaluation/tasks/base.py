@@ -8,7 +8,7 @@ import random
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rope_patch.registry import Registry
@@ -51,8 +51,11 @@ class Question:
         context: function that returns the text of the question's own, which replaces the haystack, as a number of
             pieces that are never cut. For a larger ``size`` it returns more pieces, and for 0 the fewest that the
             question needs; it raises ValueError if there are not enough. None if the haystack is the text.
-        opening: text before the context.
+        opening: text before the context, which then loses the space at its start.
         closing: text after the context.
+        between_sentences: whether needles stand between the sentences of the haystack, and not between any words.
+        separator: the text between the parts of an answer.
+        numbered: whether the answer numbers its parts, as ``1. river 2. road``.
     """
 
     hidden: tuple[tuple[float, str], ...]
@@ -63,11 +66,21 @@ class Question:
     context: Callable[[int], Sequence[str]] | None = None
     opening: str = ""
     closing: str = ""
+    between_sentences: bool = False
+    separator: str = ", "
+    numbered: bool = False
+
+    def answer(self, parts: int) -> str:
+        """Return the first parts of the right answer as they continue the answer's prefix."""
+        said: Sequence[str] = self.parts[:parts]
+        if self.numbered:
+            said = [f"{number}. {part}" for number, part in enumerate(said, 1)]
+        return " " + self.separator.join(said)
 
     @property
     def target(self) -> str:
         """The right answer as it continues the answer's prefix."""
-        return " " + ", ".join(self.parts)
+        return self.answer(len(self.parts))
 
 
 @dataclass(frozen=True)
@@ -77,10 +90,12 @@ class Draw:
     Attributes:
         tokenizer: the tokenizer that counts the tokens.
         rng: the source of randomness.
+        length: the length of the prompts [tokens].
     """
 
     tokenizer: Any
     rng: random.Random
+    length: int = 0
 
     def number(self, digits: int) -> str:
         """Return a number with this number of digits, of which the first is not 0, as in RULER."""
@@ -106,16 +121,17 @@ class Draw:
         return self.equally_long(self.rng.sample(words, len(words)), count)
 
     def of_common_length(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
-        """Return items that have the most common number of tokens, which is found with one fixed seed.
+        """Return different items that have the most common number of tokens, which is found with one fixed seed.
 
         Because of the fixed seed, the items of all haystacks have the same number of tokens.
 
         Args:
-            endless: function that yields different items, from a source of randomness.
+            endless: function that yields items, from a source of randomness.
             count: the number of items that are returned.
         """
         size = common_size(self.tokenizer, endless)
-        return self.equally_long(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, size)
+        pool = dict.fromkeys(itertools.islice(endless(self.rng), 64 + 8 * count))
+        return self.equally_long(list(pool), count, size)
 
     def equally_long(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
         """Return items of a pool, first those with the given number of tokens.
@@ -168,11 +184,21 @@ def endless_uuids(rng: random.Random) -> Iterator[str]:
 
 
 def endless_pairs(rng: random.Random) -> Iterator[str]:
-    """Yield pairs of an adjective and a noun, all different; when there are no more, those with a second noun."""
-    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
-    yield from rng.sample(pairs, len(pairs))
-    for noun in NOUNS.split():
-        yield from (f"{pair}-{noun}" for pair in rng.sample(pairs, len(pairs)))
+    """Yield pairs of an adjective and a noun; some come again."""
+    adjectives, nouns = ADJECTIVES.split(), NOUNS.split()
+    while True:
+        yield f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+
+
+def drawn_once(pieces: Iterator[str]) -> Callable[[int], list[str]]:
+    """Return a context of these pieces, which all questions share: a larger size adds to them and changes none."""
+    drawn = list[str]()
+
+    def context(size: int) -> list[str]:
+        drawn.extend(itertools.islice(pieces, max(0, size - len(drawn))))
+        return drawn[:size]
+
+    return context
 
 
 class Task(ABC):
@@ -184,12 +210,16 @@ class Task(ABC):
         joined: whether one question asks for all needles at once.
         anywhere: whether a part counts wherever it stands in the output, in upper or lower case, as lm-eval's scorer of
             RULER counts it (``string_match_all``).
+        generated: the number of tokens within which a part is looked for; as many as the right answer has by default.
+        essay: whether the haystack is a text with content, so that the built-in one takes the place of noise.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     joined: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
+    generated: ClassVar[int] = 0
+    essay: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         """Register the task under its name.
@@ -256,66 +286,3 @@ class NeedleTask(Task):
     def names(self, count: int, draw: Draw) -> list[str]:
         """Return the names that the values belong to."""
         return draw.names(count)
-
-
-class CrowdedTask(NeedleTask):
-    """A task whose needles stand among others of their kind, which make up the whole text.
-
-    Attributes:
-        opening: text before the needles.
-        closing: text after the needles; it may hold one more needle, as ``{name}`` and ``{value}``.
-        endless_names: function that yields the names of needles, without end or until there are no more.
-    """
-
-    endless_names: ClassVar[staticmethod[[random.Random], Iterator[str]]]
-    opening: ClassVar[str] = ""
-    closing: ClassVar[str] = ""
-    anywhere = True
-
-    def names(self, count: int, draw: Draw) -> list[str]:
-        """Return names, equally long in tokens."""
-        return draw.of_common_length(self.endless_names, count)
-
-    def other_values(self, draw: Draw) -> Iterator[str]:
-        """Yield values of other needles; some may be equal to those asked for."""
-        while True:
-            yield draw.number(self.digits)
-
-    def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
-        """Return a question for each depth; the other needles are the same for all."""
-        questions = super().questions(depths, draw)
-        asked_for = "".join(text for question in questions for _, text in question.hidden)
-        # Another needle with the name or the value that is asked for would make the answer ambiguous.
-        drawn = zip(self.endless_names(draw.rng), self.other_values(draw), strict=False)
-        others = ((name, value) for name, value in drawn if name not in asked_for and value not in asked_for)
-        closing = self.closing
-        pieces = list[str]()
-        if "{name}" in closing:
-            name, value = next(others)
-            closing = closing.format(name=name, value=value)
-
-        def context(size: int) -> list[str]:
-            # Pieces are drawn once and shared by the questions: a larger size adds to them and changes none.
-            missing = itertools.islice(others, max(0, size - len(pieces)))
-            pieces.extend(self.needle.format(name=name, value=value) for name, value in missing)
-            if len(pieces) < size:
-                raise ValueError(
-                    f"{self.name} has {len(pieces)} other needles, too few for this length: give a shorter one"
-                )
-            return pieces[:size]
-
-        return [replace(one, context=context, opening=self.opening, closing=closing) for one in questions]
-
-
-class UuidTask(CrowdedTask):
-    """A task with a UUID for each UUID, among others."""
-
-    endless_names = staticmethod(endless_uuids)
-
-    def values(self, count: int, draw: Draw) -> list[str]:
-        """Return UUIDs as values."""
-        return draw.of_common_length(endless_uuids, count)
-
-    def other_values(self, draw: Draw) -> Iterator[str]:
-        """Yield UUIDs."""
-        return endless_uuids(draw.rng)
