@@ -17,7 +17,7 @@ from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
 from rope_patch.patching.config_settings import settings_of
-from rope_patch.patching.older_keys import older_differences, stated_twice, text_part
+from rope_patch.patching.older_keys import lost_base, older_differences, stated_twice, text_part
 
 
 def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
@@ -50,10 +50,9 @@ def keys_agree(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
 def _without_base(text: dict[str, Any], base: float, name: str) -> Check:
     """Return the check of a config.json without a base, which was lost if transformers 5 wrote the file."""
     found = f"config.json states no rope_theta: {base:g} is the default of {name}"
-    written = text.get("rope_parameters")
-    if not written or "rope_theta" in written or written.get("rope_type", "default") == "default":
+    if not lost_base(text):
         return Check("base", NOTE, found)
-    complete = json.dumps({"rope_parameters": {**written, "rope_theta": base}})
+    complete = json.dumps({"rope_parameters": {**text["rope_parameters"], "rope_theta": base}})
     return Check(
         "base",
         DIFFERS,

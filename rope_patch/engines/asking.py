@@ -145,6 +145,8 @@ def _run(program: str, paths: Sequence[str], python: str | Path) -> tuple[str, l
         last = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise ValueError(f"{program} did not answer in {python}: {last}")
     version, *answers = marked
+    if program.startswith("transformers-") and not version.startswith(program[-1]):
+        raise ValueError(f"{python} has transformers {version}: {program} needs one of version {program[-1]}")
     return version, answers, done.returncode
 
 

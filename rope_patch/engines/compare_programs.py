@@ -18,7 +18,7 @@ from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
 from rope_patch.engines.asking import TOLERANCE, AskedLayer, ask, ask_files
 from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
-from rope_patch.engines.readings import Reading, reading_asked, reading_of, to_ask
+from rope_patch.engines.readings import Reading, changing, reading_asked, reading_of, to_ask
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
 from rope_patch.engines.verdicts import SAME, SENTENCES
 from rope_patch.gguf.table import read_gguf
@@ -100,6 +100,8 @@ def programs_that_agree(source: str | Path) -> list[str]:
 
 
 def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> ProgramComparison:
+    if "llama.cpp" in pythons:
+        raise ValueError(f"llama.cpp is asked about a file, and {source} is none: {to_ask('llama.cpp')}")
     model = model_without_weights(source, checked=False)
     inspection = inspect_model(model)
     location = locate(model)
@@ -125,7 +127,8 @@ def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> Program
 def _row(program: str, reading: Reading, stated: StatedConfig, kind: str | None, fix: str) -> ProgramReading:
     row = ProgramReading(program, reading.version, kind, UNVERIFIED, reading.unknown, asked=reading.asked)
     if reading.unknown:
-        return row if reading.asked else replace(row, fix=to_ask(program))
+        known_alone = reading.asked or changing(stated)  # asking tells nothing more
+        return row if known_alone else replace(row, fix=to_ask(program))
     if reading.refused:
         return replace(row, verdict=REFUSES, found=f"it refuses this checkpoint: {reading.refused}", fix=fix)
     reason = "; ".join(reading.reasons)

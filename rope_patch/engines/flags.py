@@ -37,6 +37,7 @@ from rope_patch.gguf.table import graph_of, read_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
+from rope_patch.patching.older_keys import lost_base, text_part
 from rope_patch.runtime.folders import is_gguf
 
 
@@ -113,9 +114,8 @@ class PatchedCheckpoint:
         complete = dict(self.stated.complete) | {key: value for key, value in settings.items() if value is not None}
         complete.pop("original_max_position_embeddings", None)  # vLLM's default limit, which --max-model-len lifts
         raw = dict(self.stated.raw)
-        if settings.get(
-            "rope_parameters"
-        ):  # they go into the config that transformers 5 completes, which has no others
+        # They go into the config that transformers 5 completes, which has no others.
+        if settings.get("rope_parameters"):
             raw = without_tables(raw)
         raw |= dict(settings)
         reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
@@ -154,7 +154,12 @@ def checkpoint_under(
     model = model_without_weights(source)
     if locate(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
-    before = StatedConfig.of(locate(model).config, config_json(source), ())  # now, since the patch changes the config
+    config = config_json(source)
+    if lost_base(text_part(config)):
+        raise ValueError(
+            f"{source} states a scaling without its base, rope_theta: rope-patch doctor {source} says more"
+        )
+    before = StatedConfig.of(locate(model).config, config, ())  # now, since the patch changes the config
     patch = apply(model, method, target_length=target_length, layer_types=layer_types)
     # Without a target length, the options state the context that the method reaches.
     reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)

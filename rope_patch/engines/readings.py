@@ -25,7 +25,10 @@ def to_ask(program: str) -> str:
     """Return the command that asks a program; empty if it cannot be asked."""
     if program not in MODULES:
         return ""
-    return f"rope-patch doctor FOLDER --for {program} --python ENVIRONMENT/bin/python, which asks it"
+    ask = f"--for {program} --python ENVIRONMENT/bin/python, which asks it"
+    if program == "llama.cpp":
+        return f"rope-patch export FOLDER --to gguf --converter PATH -o FILE; then rope-patch doctor FILE {ask}"
+    return f"rope-patch doctor FOLDER {ask}"
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,16 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     """
     known = PROGRAMS[program]
     version = known.version
-    if reason := _cannot_be_known(program, stated):
+    if reason := _cannot_be_known(program, stated) or changing(stated):
         return Reading(version, unknown=reason)
     form = form_of(stated)
     found = {kind or None: text for kind, text in seen(program, stated.model_type, form).items()}
     if not any(layer.window for layer in stated.layers):  # then it does not matter whether the program knows windows
         found = {kind: SAME if text in (DROPPED, WINDOW) else text for kind, text in found.items()}
     if set(found) != set(stated.tables):
-        return Reading(version, unknown=f"it was not asked about {stated.model_type} in this form: {form}")
+        return Reading(
+            version, unknown=f"it was not asked about {stated.model_type} in this form: {form or 'no rotary keys'}"
+        )
     try:
         context, reasons = served_context(program, stated.complete)
     except (KeyError, TypeError, ValueError) as error:  # a missing factor, or one that is a string
@@ -91,6 +96,8 @@ def reading_asked(answer: EngineAnswer, own: EngineAnswer, stated: StatedConfig)
         own: the answer of transformers 5.
         stated: the config about which it was asked.
     """
+    if reason := changing(stated):
+        return Reading(answer.version, unknown=reason, asked=True)
     found = {kind or None: text for kind, text in verdict_of(answer, own, stated.tables).items()}
     if not found:
         reason = answer.unread or own.unread or own.error or "its layers could not be told apart"
@@ -104,8 +111,13 @@ def _cannot_be_known(program: str, stated: StatedConfig) -> str:
         return f"its code for {stated.outer_type} checkpoints was not compared"
     if stated.unread:
         return f"whether it reads {', '.join(stated.unread)} was not checked"
-    if twice := stated_twice(flatten_dict(dict(stated.raw)), flatten_dict(dict(stated.complete))):
+    if twice := stated_twice(flatten_dict(dict(stated.raw)), flatten_dict(dict(stated.complete["rope_parameters"]))):
         return f"which value it takes is not known: {'; '.join(twice)}"
+    return ""
+
+
+def changing(stated: StatedConfig) -> str:
+    """Return a sentence that says so if a table changes with the length of the text; empty if none does."""
     every = [stated.parameters(kind) for kind in stated.tables]
     if any(changes_with_length({**parameters, "rope_type": kind_of(parameters)}) for parameters in every):
         return (

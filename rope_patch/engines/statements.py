@@ -123,7 +123,10 @@ def _older_settings(checkpoint: PatchedCheckpoint, program: str, shown: str) -> 
         older.setdefault("rope_theta", parameters["rope_theta"])
     if OLDER_FAIL in older.values():
         raise ValueError("the keys of transformers 4 cannot state this table")
-    known = checkpoint.shown_by(program, {**older, **keys, "rope_parameters": None})
+    for key in ("rope_scaling", "rope_parameters"):  # what the checkpoint scaled with would stay beside the new keys
+        if stated.raw.get(key):
+            older.setdefault(key, None)
+    known = checkpoint.shown_by(program, older | keys)
     return older | keys, known if UNVERIFIED in known else shown
 
 

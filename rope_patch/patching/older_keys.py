@@ -96,6 +96,13 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
+def lost_base(text: Mapping[str, Any]) -> bool:
+    """Tell whether the text part of a config.json states a scaling in ``rope_parameters``, and no base anywhere."""
+    written = text.get("rope_parameters") or {}
+    scaled = written.get("rope_type", "default") != "default"
+    return scaled and not {"rope_theta", "rotary_emb_base"} & {*written, *text}
+
+
 def add_older_keys(folder: str | Path, *, failing: bool = True) -> None:
     """Add the keys by which transformers 4 reads the tables to a checkpoint's config.json.
 

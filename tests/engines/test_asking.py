@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.commands import fail, run
 from support.engine_forms import stated_of
 from support.tiny import tiny_model
@@ -116,10 +117,37 @@ def test_a_config_on_which_a_program_fails():
     assert broken.error
 
 
-def test_doctor_asks_the_python_that_it_is_given(tmp_path):
+AS_VERSION_4 = f"""#!{sys.executable}
+import runpy, sys
+import transformers
+transformers.__version__ = "4.57.6"
+sys.argv = sys.argv[3:]  # without -W ignore
+sys.path.insert(0, sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_doctor_asks_the_python_that_it_is_given_if_it_has_that_version(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    said = run("doctor", tmp_path / "model", "--for", "transformers-4", "--python", sys.executable)
-    assert "asked" in said and "it computes the same table" in said
+    command = ("doctor", tmp_path / "model", "--for", "transformers-4", "--python")
+    assert f"has transformers {transformers.__version__}" in fail(*command, sys.executable)
+    python = tmp_path / "python"
+    python.write_text(AS_VERSION_4)
+    python.chmod(0o755)
+    said = run(*command, python)
+    assert "4.57.6, asked" in said and "it computes the same table" in said
+    # One table at each length: an answer about one of them says nothing of the others.
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny_model("llama", rope_parameters=dynamic).save_pretrained(tmp_path / "dynamic")
+    found = rope_patch.doctor(tmp_path / "dynamic", for_programs=["transformers-4"], python=python)
+    (check,) = [check for check in found.checks if "transformers 4" in check.name]
+    assert check.state == "unknown" and "changes with the length" in check.found and not check.fix
+
+
+def test_llama_cpp_is_asked_about_files_alone(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    command = ("doctor", tmp_path / "model", "--for", "llama.cpp", "--python", sys.executable)
+    assert "--to gguf" in fail(*command)
 
 
 @pytest.mark.parametrize(("python", "reason"), [("/no/such/python", "cannot be run"), ("/bin/true", "did not answer")])

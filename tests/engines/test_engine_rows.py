@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support import engine_folders, engine_forms
+from support import engine_forms
 from support.engine_rows import FILE, SMALL, Forms, answers_of, by_config, converted_answers, rows_of, write
 from support.engines import python_of
 from support.gguf_files import write_toy
@@ -23,8 +23,6 @@ from rope_patch.engines.programs import PROGRAMS
 from rope_patch.gguf.patch import patch_gguf
 
 SOME = ("llama", "gemma3_text", "glm4", "gpt_oss", "phi3")
-CONVERTED = [family for family in engine_folders.FAMILIES if family != "gemma4_text"]
-"""Families whose small models llama.cpp's converter takes."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def test_a_program_does_what_its_rows_say(program, forms, own, everything):
 
 @pytest.mark.engines
 def test_llama_cpp_does_what_its_rows_say(everything, tmp_path):
-    forms = Forms(CONVERTED if everything else ["llama", "gemma3_text"], **SMALL)
+    forms = Forms(engine_forms.FAMILIES if everything else ["llama", "gemma3_text"], **SMALL)
     answers = converted_answers(forms, tmp_path)
     check("llama.cpp", rows_of(forms, answers, answers_of("transformers-5", forms)), everything)
 

@@ -65,6 +65,34 @@ def test_what_is_pasted_gives_the_logits_of_the_patch(family, method, tmp_path):
             assert torch.equal(model.eval()(ids).logits, expected), program
 
 
+@pytest.mark.parametrize("program", ["transformers-4", "mlx"])
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_a_scaling_of_the_checkpoint_does_not_stay_beside_the_new_keys(kind, program, tmp_path):
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "llama3":
+        scaled |= {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    source = saved_with(tiny_model("llama", rope_parameters={"rope_theta": 1e4, **scaled}), tmp_path / "base")
+    patched = AutoModelForCausalLM.from_pretrained(source)
+    rope_patch.apply(patched, "ntk:factor=4")
+    keys = flags(source, "ntk:factor=4", program).settings
+    path = tmp_path / "base" / "config.json"
+    stated = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
+    ids = torch.arange(200)[None] % 60
+    with torch.no_grad():  # transformers 5 reads the older keys as version 4 does
+        model = AutoModelForCausalLM.from_pretrained(source)
+        assert torch.equal(model.eval()(ids).logits, patched.eval()(ids).logits)
+
+
+def test_a_checkpoint_that_lost_its_base_is_refused(tmp_path):
+    folder = saved_with(tiny_model(), tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="without its base"):
+        rope_patch.settings(folder, "yarn", target_length=1024)
+
+
 def test_the_command_names_every_program_and_those_that_cannot_state_it(tmp_path):
     source = saved_with(tiny_model(), tmp_path / "base")
     printed = run("settings", source, "yarn", "factor=4")

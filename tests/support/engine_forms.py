@@ -13,6 +13,8 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from releases import METHODS as DOUBLING
+from releases import RELEASES
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.engines.folders import exported_config, read_tables
 from rope_patch.engines.stated_config import StatedConfig
@@ -51,10 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "granite": {},
     "granitemoe": {},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": ["attention"] * LAYERS},
     "mixtral": {"sliding_window": None, "head_dim": 128},
     "qwen2_moe": {},
     "qwen3_moe": {},
     "qwen3_next": {},
+    "qwen3_5_text": {},
     "ernie4_5": {},
     "ernie4_5_moe": {},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -100,6 +104,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "whole linear": {"rope_type": "linear", "factor": 4},
 }
+BY_TYPE = {
+    "yarn by type": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT},
+    "linear by type": {"type": "linear", "factor": 4.0},
+    "whole linear by type": {"type": "linear", "factor": 4},
+}
+"""Scalings as models of 2023 and 2024 state them, Vicuna and the card of Qwen2.5 among them."""
 METHODS = (
     "yarn:factor=4",
     "yarn:factor=4:attention_factor=1.5",
@@ -130,8 +140,12 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
     yield "another base", own
     for name, scaling in SCALINGS.items():
         yield name, rewritten(base, scaling | BASE, nested)
-    for name, scaling in {"plain": {}, **SCALINGS}.items():
+    for name, scaling in {"plain": {}, **SCALINGS, **BY_TYPE}.items():
         yield f"{name} in the keys of transformers 4", older(own, scaling)
+    for name, scaling in {"plain": {}, **BY_TYPE}.items():
+        written = older(base, scaling)
+        written.pop("rope_theta", None)
+        yield f"{name} without a base in the keys of transformers 4", written
     for method in METHODS:
         yield from ours(own, method)
     if nested:
@@ -152,6 +166,19 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
     for label, source in (("", base), (" in the keys of transformers 4", older(base, {}))):
         for name, config in other_layers(family, source):
             yield f"{name}{label}", config
+    yield from released(family, **sizes)
+
+
+def released(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the configs of releases of a family, and what doubles their context."""
+    for release in RELEASES:
+        if release.model_type in (family, family.removesuffix("_text")):
+            tables: Any = dict(release.rope_parameters)
+            own = plain(family, **sizes, **release.more)
+            own |= {"max_position_embeddings": release.context, "rope_parameters": tables}
+            yield release.name, own
+            method = DOUBLING.get(release.scaled["rope_type"], "yarn")
+            yield from ours(own, method.replace(" ", ":"), 2 * release.context)
 
 
 def other_layers(family: str, base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -218,13 +245,15 @@ def older(base: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
     return kept | top
 
 
-def ours(base: dict[str, Any], method: str, **options: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def ours(
+    base: dict[str, Any], method: str, target_length: int = TARGET, **options: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what ``apply`` and ``export`` write of a config under a method that takes it."""
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(ValueError, NotImplementedError):
         folder = Path(root)
         (folder / "config.json").write_text(json.dumps(base))
         model = model_without_weights(folder)
-        apply(model, method, target_length=TARGET, **options)
+        apply(model, method, target_length=target_length, **options)
         model.config.save_pretrained(folder)
         add_older_keys(folder)
         yield method, json.loads((folder / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -139,21 +140,37 @@ def by_config(rows: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, s
 def converted_answers(forms: Forms, root: Path) -> dict[tuple[str, Form], EngineAnswer]:
     """Return the answers of llama.cpp about configs of small models, of which its own converter makes files.
 
+    Families whose models transformers cannot build so small, or of which no file is made that llama.cpp loads, have no
+    answers.
+
     Args:
         forms: the configs.
         root: an empty folder.
     """
-    folders = {}
-    for number, (key, config) in enumerate(forms.configs.items()):
-        folder = folders[key] = root / f"{number}"
-        weights = root / key[0]
+    answers: dict[tuple[str, Form], EngineAnswer] = {}
+    for family in dict.fromkeys(key[0] for key in forms.configs):
+        weights = root / family
+        with contextlib.suppress(Exception):  # a config class may refuse such sizes by an error of its own
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain(family, **SMALL))).save_pretrained(weights)
         if not weights.exists():
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain(key[0], **SMALL))).save_pretrained(weights)
-            # The converter of Gemma looks for one, and its words are not read.
-            shutil.copy(rope_patch.data_path("assets") / "gemma3" / "tokenizer.json", weights)
+            continue
+        # The converter of Gemma looks for one, and its words are not read.
+        shutil.copy(rope_patch.data_path("assets") / "gemma3" / "tokenizer.json", weights)
+        configs = {key: config for key, config in forms.configs.items() if key[0] == family}
+        first = dict([next(iter(configs.items()))])
+        if all(answer.layers for answer in _of_converted(first, weights).values()):
+            answers |= _of_converted(configs, weights)
+    return answers
+
+
+def _of_converted(configs: Mapping[tuple[str, Form], Any], weights: Path) -> dict[tuple[str, Form], EngineAnswer]:
+    """Return the answers of llama.cpp about configs of one family, with the weights of a folder."""
+    folders = {key: weights.parent / f"{weights.name}-{number}" for number, key in enumerate(configs)}
+    for key, folder in folders.items():
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(weights, folder, copy_function=lambda source, target: Path(target).hardlink_to(source))
         (folder / "config.json").unlink()
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(configs[key]))
     python = python_of("llama.cpp")
     command = [python, "-W", "ignore", SUPPORT / "convert_folders.py", *folders.values()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
