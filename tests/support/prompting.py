@@ -35,7 +35,5 @@ ROOM = {
     **dict.fromkeys(("niah_multivalue", "niah_multiquery", "fwe"), 400),
     "vt": 900,
     "cwe": 600,
-    "qa2": 100,
-    "qa3": 150,
 }
 """Number of tokens that the prompts of a task need in addition to those of other tasks, if it has five depths."""
