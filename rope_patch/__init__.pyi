@@ -13,6 +13,7 @@ from rope_patch.diagnosis.doctor import doctor as doctor
 from rope_patch.engines.statements import settings as settings
 from rope_patch.engines.write_export import export as export
 from rope_patch.evaluation.compare import compare as compare
+from rope_patch.evaluation.effective_length import effective_length as effective_length
 from rope_patch.evaluation.perplexity.measure import perplexity as perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval as retrieval
 from rope_patch.evaluation.suite import EvalSuite as EvalSuite

@@ -22,7 +22,6 @@ from rope_patch.evaluation.metrics import (
     Span,
     change_sentence,
     column_heading,
-    spans_of,
     value_text,
 )
 from rope_patch.evaluation.suite import EvalResult, Suite, as_suite, retrieval_warnings
@@ -149,7 +148,7 @@ class Comparison:
 
     def columns(self) -> list[Column]:
         """Return the columns of the table, metric by metric, with paired differences."""
-        return [self._column(metric, span) for metric in METRICS.values() for span in spans_of(metric, self.spec)]
+        return [self._column(metric, span) for metric in METRICS.values() for span in metric.spans(self.spec)]
 
     def difference(self, method: str, other: str, metric: str, span: Span) -> PairedDifference:
         """Return how one method differs from another in one metric, without the correction for several methods.

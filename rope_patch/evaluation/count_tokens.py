@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from rope_patch.evaluation.tasks import TASKS
+from dataclasses import replace
+
+from rope_patch.evaluation.tasks import TASKS, members
 from rope_patch.options.evaluation import EvalSpec
 
 
 def check_tasks(spec: EvalSpec) -> EvalSpec:
-    """Return the spec if all its tasks are known.
+    """Return the spec with the tasks of a suite in the place of its name.
 
     Raises:
         ValueError: a task is unknown; the message names the known ones.
     """
-    for task in spec.tasks:
-        TASKS.find(task)
-    return spec
+    tasks = list[str]()
+    for name in spec.tasks:
+        if not members(name):
+            TASKS.find(name)
+        tasks += members(name) or [name]
+    return replace(spec, tasks=tuple(dict.fromkeys(tasks)))
 
 
 def tokens_to_read(spec: EvalSpec) -> int:

@@ -17,7 +17,7 @@ from rope_patch.evaluation.intervals import CONFIDENCE, paired_means, paired_sha
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.measure import effective_prompts
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.tasks import TASKS, members
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.registry import Registry
 from rope_patch.runtime.number_format import number_text, percent, perplexity_text
@@ -113,6 +113,15 @@ class Metric(ABC):
     @abstractmethod
     def values(self, result: EvalResult, span: Span) -> Sequence[float]:
         """Return the value of each window or prompt; those of two results of one spec are paired by their order."""
+
+    def spans(self, spec: EvalSpec) -> list[Span]:
+        """Return the spans of the columns: the positions between the lengths, or every task and length."""
+        if self.of_text and spec.windows == 0:
+            return []
+        if self.of_text:
+            return [Span(stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
+        lengths = spec.lengths[-1:] if self.supporting else spec.lengths
+        return [Span(length, task=task) for task in spec.tasks for length in lengths]
 
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the value that tables show."""
@@ -230,22 +239,36 @@ class AnswerLogprob(Metric, name="logprob"):
         return [math.fsum(sample.logprob for sample in haystack) / prompts for haystack in haystacks]
 
 
-def spans_of(metric: Metric, spec: EvalSpec) -> list[Span]:
-    """Return the spans of a metric's columns: the positions between the lengths, or every task and length."""
-    if metric.of_text and spec.windows == 0:
-        return []
-    if metric.of_text:
-        return [Span(stop, start) for start, stop in itertools.pairwise([0, *spec.lengths])]
-    lengths = spec.lengths[-1:] if metric.supporting else spec.lengths
-    return [Span(length, task=task) for task in spec.tasks for length in lengths]
-
-
 def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
     """Yield every metric that verdicts rest on, with its span at one length: all positions below it, or its prompts."""
     for metric in (one for one in METRICS.values() if not one.supporting):
-        for span in spans_of(metric, spec):
+        for span in metric.spans(spec):
             if span.stop == length:
                 yield metric, replace(span, start=None if span.start is None else 0)
+
+
+class MeanOfTasks(Metric, name="mean"):
+    """Mean over the tasks of a suite of the share of right parts, where all of its tasks are asked."""
+
+    unit = "share of prompts"
+    lower_is_better = False
+    supporting = True
+    title = "Mean"
+    heading = "mean of"
+
+    def spans(self, spec: EvalSpec) -> list[Span]:
+        """Return a span for each suite and length."""
+        suites = dict.fromkeys(TASKS[task].suite for task in spec.tasks)
+        whole = [suite for suite in suites if suite and set(members(suite)) <= set(spec.tasks)]
+        return [Span(length, task=suite) for suite in whole for length in spec.lengths]
+
+    def values(self, result: EvalResult, span: Span) -> list[float]:
+        """Return the mean over the tasks of each number of a haystack: those of one number are drawn independently."""
+        by_task = [result.retrieval[task].haystacks(span.stop) for task in members(str(span.task))]
+        return [
+            fmean(fmean(sample.correct for sample in haystack) for haystack in drawn)
+            for drawn in zip(*by_task, strict=True)
+        ]
 
 
 # --- how metrics are written

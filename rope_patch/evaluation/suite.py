@@ -170,7 +170,7 @@ class EvalSuite(Suite):
             frame=chat_frame(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
-        for task in spec.tasks:
+        for task in self.spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
 

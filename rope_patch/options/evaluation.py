@@ -57,9 +57,9 @@ class EvalSpec(OptionSet):
     )
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), RULER's "
-        "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, json_kv, or "
-        'qa1 (a fact of a story). "" asks none, and leaves perplexity. extend takes passkey and niah, and '
-        "asks the first that the unpatched model answers within its context.",
+        "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, or ruler for all "
+        'of them, json_kv, or qa1 (a fact of a story). "" asks none, and leaves perplexity. extend takes '
+        "passkey and niah, and asks the first that the unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",
         several=True,

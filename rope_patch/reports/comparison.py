@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
+from rope_patch.evaluation.effective_length import effective_sentence
+from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import (
     METRICS,
     Metric,
@@ -90,7 +92,10 @@ def summary(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
     for column in columns:
         # Columns come in the order of their lengths, so that the longest one stays.
         longest[column.metric, column.span.task] = column
-    return [_best(comparison, column) for column in longest.values() if all(map(math.isfinite, column.values))]
+    sentences = [_best(comparison, column) for column in longest.values() if all(map(math.isfinite, column.values))]
+    if ("mean", "ruler") in longest:
+        sentences = [effective_sentence(row.label, row.scores) for row in comparison.rows] + sentences
+    return sentences
 
 
 def _best(comparison: Comparison, column: Column) -> str:
@@ -162,6 +167,9 @@ def _scores(comparison: Comparison, columns: Sequence[Column]) -> DataTable:
         if metric.name == "retrieval":
             answers = scores[label].retrieval[str(column.span.task)]
             note = " to ".join(map(number_text, answers.interval(column.span.stop)))
+        elif metric.name == "mean":
+            values = metric.values(scores[label], column.span)
+            note = " to ".join(map(number_text, paired_means(values, [0.0] * len(values))))
         behind = [method for method, difference in column.differences.items() if difference.significant]
         style = ""
         if label == column.winner:

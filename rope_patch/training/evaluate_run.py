@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_patch.evaluation.metrics import METRICS, change_sentence, column_heading, spans_of
+from rope_patch.evaluation.metrics import METRICS, change_sentence, column_heading
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.options.finetune import RecipeOptions
 from rope_patch.runtime import progress
@@ -78,7 +78,7 @@ def metrics(result: EvalResult) -> dict[str, float]:
     numbers = {"score": score(result)}
     # Retrieval stands first: the model card lists the numbers in this order.
     for metric in sorted(METRICS.values(), key=lambda one: one.name != "retrieval"):
-        for span in spans_of(metric, result.spec):
+        for span in metric.spans(result.spec):
             numbers[f"{metric.name}_{span}".replace("-", "_")] = metric.value(result, span)
     return numbers
 
@@ -93,7 +93,7 @@ def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
     """
     compared = []
     for name, metric in METRICS.items():
-        for span in spans_of(metric, after.spec):
+        for span in metric.spans(after.spec):
             label = column_heading(metric, span)
             difference = metric.difference(after, before, span)
             change = f"{metric.name} {change_sentence(metric, difference)}"

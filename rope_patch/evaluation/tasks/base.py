@@ -212,6 +212,7 @@ class Task(ABC):
             RULER counts it (``string_match_all``).
         generated: the number of tokens within which a part is looked for; as many as the right answer has by default.
         essay: whether the haystack is a text with content, so that the built-in one takes the place of noise.
+        suite: the name by which ``--tasks`` asks for all tasks of a kind; empty for a task of its own.
     """
 
     name: ClassVar[str]
@@ -220,6 +221,7 @@ class Task(ABC):
     anywhere: ClassVar[bool] = False
     generated: ClassVar[int] = 0
     essay: ClassVar[bool] = False
+    suite: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         """Register the task under its name.
@@ -247,6 +249,11 @@ class Task(ABC):
             return part.lower() in output.lower()
         # The answer's prefix ends just before the value, so a right answer to a single question begins with it.
         return part in output if self.joined else output.strip().startswith(part)
+
+
+def members(suite: str) -> list[str]:
+    """Return the names of the tasks of a suite, in the order of their definition; none for another name."""
+    return [name for name, task in TASKS.items() if suite and task.suite == suite]
 
 
 class NeedleTask(Task):

@@ -18,11 +18,14 @@ from typing import ClassVar
 from rope_patch.evaluation.tasks.base import Draw, Question, Task, drawn_once, endless_pairs, endless_uuids
 from rope_patch.texts.builtin_text import builtin_text
 
+SUITE = "ruler"
 SOURCE = (
     "Hsieh et al. (2024), RULER, arXiv:2404.06654, with the sentences, counts and scorer of lm-eval 0.4.13; the prompt "
     "with all tokens that are generated has the exact length; "
 )
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+WHOLE = (0.0, 1.0)
+"""The depths of the parts of an answer that is asked for as a whole: their places in it."""
 SHORT = 4096
 """Length below which RULER repeats the words of ``cwe`` less often [tokens]."""
 
@@ -53,6 +56,7 @@ class Needles(Task):
         "needles stand at stated depths; keys are pairs of 139 adjectives and 72 nouns; UUIDs begin with a digit; the "
         "essays are the built-in text, or yours"
     )
+    suite = SUITE
     anywhere = True
     generated = 128
     essay = True
@@ -183,7 +187,7 @@ class Multivalue(Needles, name="niah_multivalue"):
         (key,) = draw.of_common_length(self.endless_keys, 1)
         places = spread(depths, 4)
         hidden = [(depth, self.needle(key, value)) for depth, value in zip(places, values, strict=True)]
-        return [self.question(hidden, key, values, places)]
+        return [self.question(hidden, key, values, spread(WHOLE, 4))]
 
 
 class Multiquery(Needles, name="niah_multiquery"):
@@ -198,7 +202,7 @@ class Multiquery(Needles, name="niah_multiquery"):
         places = spread(depths, 4)
         needles = [self.needle(key, value) for key, value in zip(keys, values, strict=True)]
         query = ", ".join(keys[:-1]) + f", and {keys[-1]}"
-        return [self.question(list(zip(places, needles, strict=True)), query, values, places)]
+        return [self.question(list(zip(places, needles, strict=True)), query, values, spread(WHOLE, 4))]
 
 
 # --- variables and words ---------------------------------------------------------------------------------------------
@@ -208,12 +212,13 @@ class VariableTracking(Task, name="vt"):
     """A chain of five variables that all have one value, after a worked example; the question is which they are."""
 
     source = SOURCE + "assignments stand at stated depths; the example has ten lines of noise"
+    suite = SUITE
     joined = anywhere = True
     generated = 30
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all variables of the chain."""
-        example, answer = self.chain(3, [0.0, 0.25, 0.5, 0.75, 1.0], draw)
+        example, answer = self.chain(3, spread(WHOLE, 5), draw)
         lines = [f" {NOISE}\n"] * 10
         for place, (_, link) in enumerate(example.hidden):
             lines.insert(3 * place, link)
@@ -244,7 +249,7 @@ class VariableTracking(Task, name="vt"):
                 f"{len(names)} variables are assgined the value {value}, they are:"  # RULER's spelling
             ),
             parts=tuple(names),
-            depths=tuple(depths),
+            depths=tuple(spread(WHOLE, len(names))),
             context=lambda size: [f" {NOISE}\n"] * size,
             opening=(
                 before + "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -265,6 +270,7 @@ class CommonWords(Task, name="cwe"):
     """A numbered list in which ten words stand ten times as often as others; the question is which they are."""
 
     source = SOURCE + "the words are those of the built-in text, and a list that ends too early is filled up by text"
+    suite = SUITE
     joined = anywhere = True
     generated = 120
 
@@ -285,7 +291,7 @@ class CommonWords(Task, name="cwe"):
             text="\nQuestion: What are the 10 most common words in the above list?",
             answer_prefix=" Answer: The top 10 words that appear most often in the list are:",
             parts=tuple(common),
-            depths=tuple(spread([0.0, 1.0], 10)),
+            depths=tuple(spread(WHOLE, 10)),
             context=context,
             opening=(
                 "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
@@ -301,6 +307,7 @@ class FrequentWords(Task, name="fwe"):
     """Coded words whose frequencies fall with the square of their rank; the question is which three lead."""
 
     source = SOURCE + "a text that ends too early is filled up by words of the haystack"
+    suite = SUITE
     joined = anywhere = True
     generated = 50
 
@@ -328,7 +335,7 @@ class FrequentWords(Task, name="fwe"):
             ),
             answer_prefix=(" Answer: According to the coded text above, the three most frequently appeared words are:"),
             parts=tuple(ranked[1:4]),
-            depths=(0.0, 0.5, 1.0),
+            depths=tuple(spread(WHOLE, 3)),
             context=context,
             opening=(
                 "Read the following coded text and track the frequency of each coded word. Find the three most "

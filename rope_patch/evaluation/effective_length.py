@@ -1,0 +1,49 @@
+"""How far a model reads, as RULER says it: the length up to which it keeps a score."""
+
+from __future__ import annotations
+
+from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.suite import EvalResult
+
+RULER_THRESHOLD = 0.856
+"""Score of Llama 2 7B at 4096 tokens, above which RULER calls a length effective (Hsieh et al. 2024, table 3)."""
+OWN_SHARE = 0.9
+"""Share of its own score at the shortest length that a model keeps within its effective length, where it is small."""
+
+
+def effective_length(result: EvalResult, threshold: float = RULER_THRESHOLD, *, suite: str = "ruler") -> int:
+    """Return the last length up to which the mean over the tasks of a suite is above a threshold [tokens].
+
+    Args:
+        result: the scores of one model, of a spec whose tasks are those of the suite.
+        threshold: the least mean, in [0, 1].
+        suite: the name of the suite.
+
+    Returns:
+        The length; 0 if the mean is at or below the threshold at the shortest length already.
+
+    Raises:
+        ValueError: not all tasks of the suite were asked.
+    """
+    metric = METRICS["mean"]
+    spans = [span for span in metric.spans(result.spec) if span.task == suite]
+    if not spans:
+        raise ValueError(f"not all tasks of {suite} were asked: give tasks=[{suite!r}]")
+    reached = 0
+    for span in spans:
+        if metric.value(result, span) <= threshold:
+            break
+        reached = span.stop
+    return reached
+
+
+def effective_sentence(name: str, result: EvalResult) -> str:
+    """Return a sentence with the effective lengths of a model by RULER's threshold and by its own score."""
+    metric = METRICS["mean"]
+    shortest = next(span for span in metric.spans(result.spec) if span.task == "ruler")
+    own = OWN_SHARE * metric.value(result, shortest)
+    by_ruler, by_own = (effective_length(result, threshold) or "none" for threshold in (RULER_THRESHOLD, own))
+    return (
+        f"{name}: effective length {by_ruler} by RULER's threshold, a mean above {RULER_THRESHOLD:.1%} of RULER-11; "
+        f"{by_own} by {OWN_SHARE:.0%} of its own mean at {shortest.stop} tokens, {own:.1%}."
+    )
