@@ -17,7 +17,6 @@ from rope_patch import frequencies
 from rope_patch.frequencies import fingerprint, geometric, granularity, unrotated, zero_unrotated
 from rope_patch.methods.llama3 import llama3_table
 from rope_patch.methods.longrope import longrope_factors, longrope_table
-from rope_patch.methods.ntk import ntk_theta
 from rope_patch.methods.yarn import yarn_scaling, yarn_table
 
 # (rotary_dim, rope_theta): even, odd and single pairs, dimensions and bases of Gemma, Llama 3 and Qwen
@@ -105,16 +104,6 @@ def test_turns_against_the_numbers_of_the_paper():
 
 
 # --- tables of the methods -------------------------------------------------------------------------------------------
-
-
-def test_ntk_base_by_hand():
-    # d = 8: factor ** (8/6); 8 ** (4/3) = 16 and 1000 ** (4/3) = 10000
-    assert ntk_theta(1e4, 8, 8) == pytest.approx(16e4)
-    assert ntk_theta(1e4, 1000, 8) == pytest.approx(1e8)
-    assert ntk_theta(1e4, 1, 128) == 1e4
-    # what the exponent is for: the slowest pair is slowed by exactly the factor, the fastest not at all
-    slowed = geometric(1e4, 128) / geometric(ntk_theta(1e4, 4.0, 128), 128)
-    assert slowed[[0, -1]].tolist() == pytest.approx([1, 4])
 
 
 YARNS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-from support.commands import fail
 from support.fresh import run_module
 from support.tiny import tiny_model
 
@@ -46,11 +45,6 @@ def test_a_method_of_a_users_module_is_applied(folder):
     (before,) = record["base_tables"].values()
     (after,) = record["tables"].values()
     assert after["inv_freq"] == pytest.approx([value / 4 for value in before["inv_freq"]])
-
-
-def test_without_the_option_the_method_is_unknown(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert "unknown method 'slower'" in fail("apply", "base", "slower:divisor=4", "-o", "other")
 
 
 def test_a_method_that_returns_nothing_is_named(folder):

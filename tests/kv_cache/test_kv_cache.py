@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 from support.largest import Largest
-from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
 from support.states import attended, model_of
 from support.subsets import covering, full
@@ -25,9 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 import family_models
 import rope_patch
-from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.generate_answers import copy_cache
-from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.cache import quantized
@@ -331,17 +328,6 @@ def test_padding_on_the_right_changes_nothing_before_it():
 
 
 # --- generation
-
-
-def greedy(model, row, cache, tokens):
-    """Decode by hand, a token at a time."""
-    with torch.no_grad():
-        generated = []
-        next_ids = row
-        for _ in range(tokens):
-            next_ids = model(next_ids, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
-            generated.append(next_ids)
-    return torch.cat(generated, 1)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -728,41 +714,6 @@ def test_errors_are_those_without_dropout():
 
 
 # --- the engines of the evaluation
-
-
-@pytest.mark.parametrize("name", ["llama", full("gemma3"), "gemma4"])
-def test_perplexity_through_a_factory_equals_a_naive_loop(name):
-    model = model_for(name)
-    rows = ids(TOKENS, 3)
-    for text in (SCHEMES[0], SCHEMES[4]):
-        with quantized(model, text, exact=False) as factory:
-            expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
-        with quantized(model, text) as factory:
-            for options in ({}, {"batch": 2, "chunk": 5}):
-                score = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
-                for bucket, part in zip(score.buckets, (expected[:, :9], expected[:, 9:]), strict=True):
-                    assert bucket.nll == pytest.approx(float(part.mean()), abs=1e-5)
-        assert perplexity(model, rows).nll != pytest.approx(float(expected.mean()), abs=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
-    model = bold(family).double()
-    depths = [0.0, 1.0]
-    asked = {"lengths": [90], "depths": depths, "samples": 1, "haystack": MAKER}
-    with quantized(model, "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1") as factory, torch.no_grad():
-        got = retrieval(model, TOKENIZER, "niah", **asked, cache=factory)
-        cells = {cell.depth: cell.samples[0] for cell in got.cells}
-        for prompt in MAKER.prompts("niah", 90, depths, sample=0):
-            row = torch.tensor([prompt.ids])
-            size = prompt.answer
-            scores = model(row, use_cache=False).logits[0, -size - 1 : -1].log_softmax(-1)
-            expected = float(scores.gather(1, row[0, -size:, None]).sum())
-            assert cells[prompt.depths[0]].logprob == pytest.approx(expected, abs=1e-4)
-            generated = greedy(model, row[:, :-size], factory(), size)[0]
-            assert cells[prompt.depths[0]].output == TOKENIZER.decode(generated, skip_special_tokens=True)
-    plain = retrieval(model, TOKENIZER, "niah", **asked)
-    assert plain.logprob(90) != pytest.approx(got.logprob(90), abs=1e-3)
 
 
 def test_models_have_runs_of_their_own():

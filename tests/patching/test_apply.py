@@ -371,15 +371,6 @@ def test_verify_names_what_differs():
         rope_patch.verify(model)
 
 
-@pytest.mark.parametrize(("p", "head_dim", "theta"), [(0.75, 128, 1e6), (0.5, 96, 5e5)])
-def test_p_rope_is_encoded_natively_in_every_shape(p, head_dim, theta):
-    """Here the beginning of the whole table differs from transformers' proportional in the last bit."""
-    model = tiny_model("qwen3", head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": theta})
-    rope_patch.apply(model, "p_rope", p=p)
-    expected = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p}
-    assert model.config.rope_parameters == expected
-
-
 def test_the_keys_that_vllm_needs_are_no_reason_for_a_warning(tmp_path, caplog):
     model = tiny_model("llama")
     logger = logging.getLogger("transformers")
