@@ -166,19 +166,6 @@ def test_the_card_of_a_base_on_the_hub_is_kept_where_its_cache_is_incomplete(ext
     assert (out / "BASE_README.md").read_text() == card
 
 
-def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, short, tmp_path):
-    def stop(sentence):
-        if sentence.startswith("plain transformers gives"):
-            raise KeyboardInterrupt
-
-    options = {"output": tmp_path / "out", "text": short, **ONE_METHOD}
-    with listen(on_sentence=stop), pytest.raises(KeyboardInterrupt):
-        extend(llama, TOKENIZER, **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
-    extend(llama, TOKENIZER, **options)
-    assert rope_patch.verify(tmp_path / "out").record.target_length == 512
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_check_attends_as_the_model_and_leaves_it_in_training(short, tmp_path, attention):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32, attn_implementation=attention).train()

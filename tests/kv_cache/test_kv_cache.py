@@ -15,7 +15,7 @@ from support.largest import Largest
 from support.rounding import naive
 from support.states import attended, model_of
 from support.subsets import covering, full
-from support.tiny import MIXED, ids, tiny_model
+from support.tiny import DYNAMIC, MIXED, ids, tiny_model
 from transformers import (
     Cache,
     DynamicCache,
@@ -569,7 +569,7 @@ def test_learned_sinks_are_a_term_of_the_sum(scheme):
 
 def test_a_model_that_cannot_be_read_is_refused_and_left_alone():
     """tests/modeling/test_capture.py has the other kinds."""
-    model = model_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = model_of("llama", rope_parameters=DYNAMIC)
     with pytest.raises(ValueError, match="dynamic"), quantized(model, "int4.token"):
         pass
     with pytest.raises(ValueError, match="dynamic"):

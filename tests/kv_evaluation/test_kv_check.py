@@ -73,13 +73,18 @@ def test_rows_are_what_the_engines_measure(checked):
 
 
 @torch.no_grad()
-def test_divergence_is_the_mean_kl_of_whole_distributions(checked):
-    model, check = checked
+def whole_logprobs(model):
+    """Log-probabilities of the two windows that distributions are compared on, from whole logits."""
     texts, _ = spread_windows(TOKENIZER, TEXT, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
-    plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
+    return model(ids, use_cache=False).logits.double().log_softmax(-1)
+
+
+def test_divergence_is_the_mean_kl_of_whole_distributions(checked):
+    model, check = checked
+    plain = whole_logprobs(model)
     with quantized(model, FORMATS[1]):
-        rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
+        rough = whole_logprobs(model)
     for length, divergence in check.of("default")[2].divergences.items():
         assert divergence.tokens == 2 * length
         p = plain[:, :length]
@@ -229,7 +234,6 @@ def test_attribution_by_hand():
     assert str(COST).startswith("keys alone 0.400; each layer alone: layer 1 0.300, layer 2 0.200, layer 0 0.100; ")
 
 
-@torch.no_grad()
 def test_attribution_is_what_happens_without():
     """Each part of a format, and each remedy, costs the KL of a format that has it so from the start."""
     asked = {**ASKED, "lengths": [56]}
@@ -238,13 +242,11 @@ def test_attribution_is_what_happens_without():
     base = check.rows[0]
     assert check.verdict(row, 56).kind == "unsafe" and base.attribution is None
     model = small()
-    (texts, _) = spread_windows(TOKENIZER, TEXT, 56, 3)
-    ids = torch.stack([window.ids for window in texts[:2]])
-    plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
+    plain = whole_logprobs(model)
 
     def cost(text):
         with quantized(model, text):
-            rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
+            rough = whole_logprobs(model)
         return pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-3, abs=1e-6)
 
     attribution = row.attribution

@@ -13,6 +13,7 @@ from support.round_trip import assert_same
 from support.subsets import covering
 from support.tiny import (
     ARCHITECTURES,
+    DYNAMIC,
     MIXED_ARCHITECTURES,
     YARN,
     logits,
@@ -284,9 +285,6 @@ def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     rope_patch.apply(model, "p_rope", p=0.75)
     model.save_pretrained(tmp_path)
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def test_dynamic_tables_are_refused_or_frozen():

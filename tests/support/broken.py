@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
 from support.patches import edit_json, module_of, saved_with
-from support.tiny import LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
+from support.tiny import DYNAMIC, LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
 
 LARGE_BASE = {"rope_type": "default", "rope_theta": 500000.0}
 GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.0872e-41]
@@ -318,11 +318,10 @@ def dynamic_table_keeps_the_longest_text(folder: Path) -> Pair:
 
     Effect: the same text gives other logits after a longer one.
     """
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    broken = tiny_model(rope_parameters=dynamic)
+    broken = tiny_model(rope_parameters=DYNAMIC)
     with torch.no_grad():
         broken(ids(200, batch=1))
-    frozen = tiny_model(rope_parameters=dynamic)
+    frozen = tiny_model(rope_parameters=DYNAMIC)
     rope_patch.apply(frozen, "default", freeze_at=200)
     return Pair(broken, frozen)
 
