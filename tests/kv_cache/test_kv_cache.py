@@ -71,17 +71,13 @@ def model_for(name, method=None):
     return model
 
 
-def loss_of(logits, rows):
-    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
-
-
 @torch.no_grad()
 def losses(model, rows, cache=None, chunk=None):
     """Loss of each token (rows, tokens - 1), read in chunks."""
     size = chunk or rows.shape[1]
     past = {cache_argument(model.get_decoder()): cache, "use_cache": cache is not None}
-    parts = [model(rows[:, low : low + size], **past).logits for low in range(0, rows.shape[1], size)]
-    return loss_of(torch.cat(parts, 1), rows)
+    logits = torch.cat([model(part, **past).logits for part in rows.split(size, 1)], 1)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 def errors_of(model, row, scheme):
@@ -194,11 +190,7 @@ def test_both_engines_equal_a_cache_made_from_scratch(name, text):
         assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
 
 
-@covering(patched_model=MODELS, text=SCHEMES)
-def test_streaming_and_one_pass_agree(patched_model, text):
-    name, method = patched_model
-    model = model_for(name, method)
-    rows = ids(TOKENS, 4)
+def assert_streaming_and_one_pass_agree(model, rows, text):
     with quantized(model, text, exact=False) as factory:
         expected = losses(model, rows, factory(), chunk=1)
     with quantized(model, text) as factory:
@@ -209,17 +201,15 @@ def test_streaming_and_one_pass_agree(patched_model, text):
     assert float((losses(model, rows) - whole).abs().max()) > 1e-3, "it has an effect"
 
 
+@covering(patched_model=MODELS, text=SCHEMES)
+def test_streaming_and_one_pass_agree(patched_model, text):
+    assert_streaming_and_one_pass_agree(model_for(*patched_model), ids(TOKENS, 4), text)
+
+
 def test_tiles_of_values_are_read_alike_by_streaming_and_one_pass(monkeypatch):
     monkeypatch.setattr(FORMATS["kvarn2"], "tokens", 8)  # 128 tokens would be too many for a tiny model
-    model = model_for("llama")
-    rows = ids(TOKENS + 3, 2)
     text = "k=kvarn4.channel8.hadamard;v=kvarn2.hadamard;flush=8;sinks=8"
-    with quantized(model, text, exact=False) as factory:
-        expected = losses(model, rows, factory(), chunk=1)
-    with quantized(model, text) as factory:
-        close(losses(model, rows), expected)
-        close(losses(model, rows, factory(), chunk=7), expected)
-    assert float((losses(model, rows) - expected).abs().max()) > 1e-3
+    assert_streaming_and_one_pass_agree(model_for("llama"), ids(TOKENS + 3, 2), text)
 
 
 @pytest.mark.parametrize(("visible", "end"), [(256, 128), (257, 256), (384, 256), (385, 384)])

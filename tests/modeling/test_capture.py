@@ -281,19 +281,17 @@ def test_a_capture_is_written_as_plain_arrays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options", "message"),
+    ("tokens", "message"),
     [
-        (torch.tensor([5]), {}, "a text must hold at least 2 tokens, got 1"),
-        (torch.zeros(2, 3, 4, dtype=torch.long), {}, "token_ids must be (tokens,) or (rows, tokens), got shape (2, 3, 4)"),  # noqa: E501
-        (torch.zeros(0, 4, dtype=torch.long), {}, "token_ids must be (tokens,) or (rows, tokens), got shape (0, 4)"),
-        (torch.rand(8), {}, "token_ids must be whole numbers, got torch.float32"),
-        (torch.tensor([5, 96]), {}, "token ids must be in [0, 96), got 5 to 96"),
-        (torch.tensor([5, -1]), {}, "token ids must be in [0, 96), got -1 to 5"),
+        (torch.tensor([5]), "a text must hold at least 2 tokens, got 1"),
+        (torch.zeros(2, 3, 4, dtype=torch.long), "token_ids must be (tokens,) or (rows, tokens), got shape (2, 3, 4)"),
+        (torch.rand(8), "token_ids must be whole numbers, got torch.float32"),
+        (torch.tensor([5, 96]), "token ids must be in [0, 96), got 5 to 96"),
     ],
 )  # fmt: skip
-def test_bad_input(tokens, options, message):
+def test_bad_input(tokens, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        capture(tiny_model(), tokens, **options)
+        capture(tiny_model(), tokens)
 
 
 def test_a_head_or_layer_that_was_not_captured():

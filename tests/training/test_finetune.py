@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import METHODS
 from rope_patch.patching.locate import locate
 from rope_patch.runtime.folders import locked_output
@@ -234,38 +235,32 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     assert {key for key in before if before[key] != changed[key]} == {"contents of model.name"}
 
 
-OWN_METHOD = """
+OWN = """
 from dataclasses import dataclass
 import rope_patch
+from rope_patch.evaluation.tasks.passkey import Passkey
 
 @dataclass(frozen=True)
 class Slower(rope_patch.Method, name="slower"):
     def inv_freq(self, table):
-        return table.inv_freq / {}
+        return table.inv_freq / 2
+
+class Keys(Passkey, name="keys"):
+    pass
 """
 
 
-def import_anew(name, text, folder):
-    """Write a module, and import it as a new process would."""
-    (folder / f"{name}.py").write_text(text)
-    sys.modules.pop(name, None)
-    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-    importlib.invalidate_caches()
-    importlib.import_module(name)
-
-
-def test_a_run_does_not_go_on_under_an_edited_method(tmp_path, monkeypatch):
+def test_the_code_of_a_method_and_a_task_of_ones_own_is_part_of_a_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(METHODS, "data", {**METHODS.data})
-
-    def train(divisor):
-        import_anew("slower", OWN_METHOD.format(divisor), tmp_path)
-        return finetune(options(tmp_path / "run", "patch.method=slower", *QUICK))
-
-    assert train(2) and train(2).finished_before
-    with pytest.raises(ValueError, match=r"code of patch\.method="):
-        train(3)
-    assert "code of evaluation.task" in identity(options(tmp_path / "run"))
+    for registry in (METHODS, TASKS):
+        monkeypatch.setattr(registry, "data", {**registry.data})
+    (tmp_path / "own_code.py").write_text(OWN)
+    importlib.import_module("own_code")
+    asked = options(tmp_path / "run", "patch.method=slower", "evaluation.task=keys")
+    before = identity(asked)
+    (tmp_path / "own_code.py").write_text(OWN.replace("/ 2", "/ 3"))
+    changed = identity(asked)
+    assert {key for key in before if before[key] != changed[key]} == {"code of patch.method", "code of evaluation.task"}
 
 
 def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path):
