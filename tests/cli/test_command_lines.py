@@ -305,11 +305,6 @@ WRITING = {
 """A command line for each command that writes, up to the name of its output."""
 
 
-def refused_output(checkpoints, folder, command, output) -> str:
-    places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
-    return refused(folder, *(places.get(word, word) for word in WRITING[command]), output)
-
-
 def test_every_command_that_writes_is_known_here():
     writing = {name for name, kind in OPTIONS.items() if any("-o" in leaf.short for leaf in leaves(kind))}
     assert writing | {"recipes"} == set(WRITING)
@@ -318,4 +313,5 @@ def test_every_command_that_writes_is_known_here():
 @pytest.mark.parametrize("output", ["new/../out", "new/.."])
 @pytest.mark.parametrize("command", WRITING)
 def test_an_output_behind_a_folder_that_does_not_exist_is_refused_first(checkpoints, tmp_path, command, output):
-    assert "leads through" in refused_output(checkpoints, tmp_path, command, output)
+    places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
+    assert "leads through" in refused(tmp_path, *(places.get(word, word) for word in WRITING[command]), output)

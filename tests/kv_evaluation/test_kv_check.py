@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support.evaluated import check_cache, compared
 from support.kv_rows import BASE, COST, by_hand, error, off
-from support.prompting import TOKENIZER
+from support.prompting import ENGLISH, TOKENIZER
 from support.scored import watched
 from support.tiny import YARN, ids, small
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -35,11 +34,9 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.runtime.progress import listen
 from rope_patch.texts.documents import spread_windows
 
-ASSETS = Path(rope_patch.data_path("assets"))
-TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
 LENGTHS = (40, 56)
 BEFORE = "k=int3.pre;v=none;sinks=2"
-ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": TEXT, "haystack": "noise"}
+ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": ENGLISH, "haystack": "noise"}
 FORMATS = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", BEFORE)
 
 
@@ -56,7 +53,7 @@ def checked():
 
 def test_rows_are_what_the_engines_measure(checked):
     model, check = checked
-    texts, digest = spread_windows(TOKENIZER, TEXT, 56, 3)
+    texts, digest = spread_windows(TOKENIZER, ENGLISH, 56, 3)
     assert check.digest == digest and check.windows == 3 and check.text == "text of the user's own"
     assert check.methods == ("default", "p_rope:p=0.5") and len(check.rows) == 8
     for row, name in zip(check.of("default"), ("none", *FORMATS), strict=True):
@@ -75,7 +72,7 @@ def test_rows_are_what_the_engines_measure(checked):
 @torch.no_grad()
 def whole_logprobs(model):
     """Log-probabilities of the two windows that distributions are compared on, from whole logits."""
-    texts, _ = spread_windows(TOKENIZER, TEXT, 56, 3)
+    texts, _ = spread_windows(TOKENIZER, ENGLISH, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
     return model(ids, use_cache=False).logits.double().log_softmax(-1)
 
@@ -439,7 +436,7 @@ def test_errors_before_anything_is_measured(tmp_path, changes, message):
 
 def planted(layers, pairs, size):
     """The bundled Llama with biases like Qwen's: long constant keys in slow pairs that no query looks at."""
-    base = AutoModelForCausalLM.from_pretrained(ASSETS / "llama", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(rope_patch.data_path("assets") / "llama", dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict({**base.config.to_dict(), "attention_bias": True}))
     model.float().eval().load_state_dict(base.state_dict(), strict=False)
     heads = base.config.num_attention_heads
@@ -458,7 +455,7 @@ def planted(layers, pairs, size):
 
 @pytest.mark.slow
 def test_a_planted_fault_is_named():
-    options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
+    options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": ENGLISH}
     without = check_cache(planted((0, 2), (14, 15), 0.0), TOKENIZER, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
     check = check_cache(planted((0, 2), (14, 15), 300.0), TOKENIZER, ["int4-token"], **options)

@@ -603,6 +603,7 @@ def test_a_record_of_version_0_2_with_replace_scaling_starts_from_the_plain_tabl
     old = from_dict(recorded)
     assert same(old(scaled), create(name, **factor)(slot(head_dim=32, context=scaled.context)))
     assert old.to_dict() == {**create(name, **factor).to_dict(), "replace_scaling": True}
+    assert str(old) == f"{create(name, **factor)}:replace_scaling=true"
     chained = from_dict(
         {"method": "chain", "steps": [{"method": "p_rope", "p": 0.5, "replace_scaling": False}, recorded]}
     )
