@@ -48,14 +48,3 @@ def test_copying(bundled):
     stream = tokenizer(builtin_text("heldout").text[:20_000], add_special_tokens=False, verbose=False)["input_ids"]
     sampler = recipe.Sampler(tokenizer, stream, random.Random(5))
     assert recipe.copy_accuracy(model, sampler, 256, 8, "cpu") >= 0.8
-
-
-def test_small_whole_and_described(bundled):
-    shape, model, _ = bundled
-    folder = rope_patch.data_path("assets") / shape
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 5_000_000
-    assert "license: apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
-    assert model.config.max_position_embeddings == 256
-    if shape == "gemma3":
-        assert {p["rope_theta"] for p in model.config.rope_parameters.values()} == {10000.0}
-        assert model.config.sliding_window == 64

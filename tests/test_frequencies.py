@@ -17,7 +17,6 @@ from rope_patch import frequencies
 from rope_patch.frequencies import fingerprint, geometric, granularity, unrotated, zero_unrotated
 from rope_patch.methods.llama3 import llama3_table
 from rope_patch.methods.longrope import longrope_factors, longrope_table
-from rope_patch.methods.ntk import ntk_theta
 from rope_patch.methods.yarn import yarn_scaling, yarn_table
 
 # (rotary_dim, rope_theta): even, odd and single pairs, dimensions and bases of Gemma, Llama 3 and Qwen
@@ -107,16 +106,6 @@ def test_turns_against_the_numbers_of_the_paper():
 # --- tables of the methods -------------------------------------------------------------------------------------------
 
 
-def test_ntk_base_by_hand():
-    # d = 8: factor ** (8/6); 8 ** (4/3) = 16 and 1000 ** (4/3) = 10000
-    assert ntk_theta(1e4, 8, 8) == pytest.approx(16e4)
-    assert ntk_theta(1e4, 1000, 8) == pytest.approx(1e8)
-    assert ntk_theta(1e4, 1, 128) == 1e4
-    # what the exponent is for: the slowest pair is slowed by exactly the factor, the fastest not at all
-    slowed = geometric(1e4, 128) / geometric(ntk_theta(1e4, 4.0, 128), 128)
-    assert slowed[[0, -1]].tolist() == pytest.approx([1, 4])
-
-
 YARNS: dict[str, dict[str, Any]] = {
     "defaults": {"factor": 4.0},
     "factor 1": {"factor": 1.0},
@@ -184,25 +173,6 @@ def smallest_error(target, rope_theta):
     quotient = (1 / (target.double() * base.double())).float().view(torch.int32)
     tries = torch.stack([(quotient + k).view(torch.float32) for k in range(-30, 31)])
     return (1.0 / (tries * base) - target).abs().min(dim=0).values
-
-
-TABLES = {
-    "plain": (geometric(1e4, 64), 1e4),
-    "pi": (geometric(1e4, 64) / 3, 1e4),
-    "ntk over the old base": (geometric(40890.0, 64), 1e4),
-    "yarn": (yarn_table(1e4, 64, factor=4, context=4096), 1e4),
-    "llama3": (
-        llama3_table(geometric(5e5, 128), factor=8, low_freq_factor=1, high_freq_factor=4, context=8192),
-        5e5,
-    ),
-}
-
-
-@pytest.mark.parametrize(("table", "rope_theta"), TABLES.values(), ids=TABLES)
-def test_real_tables_survive_a_config_to_the_last_bit_but_one(table, rope_theta):
-    canonical = rebuilt(longrope_factors(table, rope_theta), rope_theta)
-    assert ulps(canonical, table).max() <= 1
-    assert torch.equal((canonical - table).abs(), smallest_error(table, rope_theta))
 
 
 # Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides whether a pair rotates.

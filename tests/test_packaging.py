@@ -76,11 +76,6 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
-def run_quick_demo(commands: Path, out: Path) -> str:
-    """Run the real demo from the wheel and return what it printed; tests/cli/test_demo.py has the other checkpoint."""
-    return run(commands / "rope-patch", "demo", "--quick", "--shape", "gemma3", "-o", out, cwd=out.parent)
-
-
 def test_the_wheel_holds_every_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -163,11 +158,3 @@ lengths: Sequence[int] = EvalSpec(lengths=[512]).lengths
         run(*checker, "--cache-dir", os.devnull, "user.py", cwd=tmp_path)
     assert 'user.py:10: error: Argument "target_length" to "apply"' in str(failed.value)
     assert "Found 1 error in 1 file" in str(failed.value)
-
-
-@pytest.mark.full
-def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    printed = run_quick_demo(installed, tmp_path / "out")
-    assert "yarn:factor=4" in printed
-    for name in ("model.safetensors", "report.html"):
-        assert (tmp_path / "out" / name).stat().st_size > 1000

@@ -14,7 +14,7 @@ from support.gguf_files import write_toy
 from support.patches import lora
 from support.pretended_gpu import counted
 from support.recipe_runs import needs_trl, script
-from support.tiny import small
+from support.tiny import DYNAMIC, small
 from transformers import AutoTokenizer, PreTrainedModel
 
 import rope_patch
@@ -30,7 +30,6 @@ TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llam
 TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
 IDS = TOKENIZER(TEXT.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0, :1024]
 SPEC = EvalSpec(lengths=[256], depths=[0.5], samples=1, windows=1, text=str(TEXT), haystack=str(TEXT))
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 FORMATS = ["int4.token;residual=4", "k=turboquant4.hadamard;v=uniform4", "k=int4.channel4.pre;v=fp8-scaled"]
 
 

@@ -25,10 +25,6 @@ def test_rotary_is_left_alone_for_torch_compile() -> None:
     assert "jaxtyping" not in type(importlib.import_module("rope_patch.tables").__loader__).__module__
 
 
-def test_an_int_is_a_float() -> None:
-    assert scaled(torch.ones(4), 2).shape == (4,)
-
-
 @pytest.mark.parametrize(
     ("inv_freq", "factor"),
     [

@@ -427,8 +427,7 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     """Pair by pair from the stored states: norms before rotation, and what each adds, by complex numbers."""
     model = model_of(name)
     row = text(20)
-    with stored(model, monkeypatch) as states, torch.no_grad():
-        model(row[None], use_cache=False)
+    states = stored(model, row, monkeypatch)
     (view,) = read_single_heads(model, row, [(1, 2)], find_attention_layers(model))
     n = len(view.inv_freq)
     scale = (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0

@@ -1,42 +1,16 @@
-"""The suite for a GPU, rehearsed on a CPU: every stage end to end, and numbers by hand."""
+"""The suite for a GPU: numbers by hand; `python benchmarks/gpu.py --tiny` rehearses its stages."""
 
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 
 import pytest
-from support.forks import run_script
 
 from rope_patch.planning import plan
 from rope_patch.planning.shapes import shape_of
 
 pytest.importorskip("gpu_stages", reason="not in the source distribution")
 training = importlib.import_module("gpu_stages.training")
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-# --- all of it
-
-
-@pytest.mark.full
-def test_a_rehearsal_runs_every_stage_once(tmp_path):
-    output = tmp_path / "gpu.json"
-    command = [str(FOLDER / "gpu.py"), "--tiny", "-o", str(output)]
-    run_script(command, tmp_path / "log.txt")
-    report = json.loads(output.read_text())
-    assert list(report["stages"]) == list("abcde") and report["tiny"] is True and len(report["runs"]) == 1
-    for key, stage in report["stages"].items():
-        assert not stage["failed"] and not stage["left"] and stage["cells"], key
-        assert not stage["cells"].keys() & stage["skipped"].keys()
-        assert all("GPU" in reason or "not installed" in reason for reason in stage["skipped"].values())
-    printed = run_script(command, tmp_path / "log.txt")
-    assert json.loads(output.read_text()) == report, "nothing is measured twice"
-    assert " s\n" not in printed and "skipped" in printed
-
-
-# --- the stages
 
 
 def test_shares_of_the_peak_by_hand():

@@ -61,6 +61,14 @@ def checkpoints(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def record(checkpoints, tmp_path):
+    """The patch record of the patched checkpoint, which is copied with the adapter."""
+    for name in ("patched", "adapter"):
+        shutil.copytree(checkpoints / name, tmp_path / name)
+    return json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
+
+
 def refused(folder, *words) -> str:
     """Run a command in a folder; return its error line, after checking that there is but one and nothing was left."""
     before = sorted(folder.iterdir())
@@ -156,12 +164,9 @@ RECORDS = {
     ("key", "value", "every"),
     [(key, value, not i) for key, values in RECORDS.items() for i, value in enumerate(values)],
 )
-def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
+def test_a_record_that_is_malformed(record, tmp_path, key, value, every):
     """In a checkpoint's config and beside an adapter, the line says which key of the record is wrong."""
-    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
-    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
-    config = json.loads((tmp_path / "patched" / "config.json").read_text())
-    edit(tmp_path / "patched" / "config.json", rope_patch=config["rope_patch"] | {key: value})
+    edit(tmp_path / "patched" / "config.json", rope_patch=record | {key: value})
     edit(tmp_path / "adapter" / "rope_patch.json", **{key: value})
     assert key in invoke("doctor", tmp_path / "patched").stdout
     commands = [("export", "adapter", "--to", "vllm", "-o", "out")]
@@ -184,11 +189,8 @@ def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
     ],
 )
-def test_a_record_restores_rotary_settings_alone(checkpoints, tmp_path, change):
+def test_a_record_restores_rotary_settings_alone(record, tmp_path, change):
     """A folder, the model of it, an adapter and a GGUF file are refused alike, with the file and the key."""
-    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
-    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
-    record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"] |= change
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
     edit(tmp_path / "adapter" / "rope_patch.json", base_config=record["base_config"])
@@ -207,11 +209,8 @@ def test_a_record_restores_rotary_settings_alone(checkpoints, tmp_path, change):
     assert key in refused(tmp_path, "restore", "patched", "-o", "out")
 
 
-def test_control_characters_of_a_file_do_not_reach_the_terminal(checkpoints, tmp_path):
-    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
-    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
-    config = json.loads((tmp_path / "patched" / "config.json").read_text())
-    newer = config["rope_patch"] | {"schema": 99, "package_version": "\x1b[2J9.0\x9b"}
+def test_control_characters_of_a_file_do_not_reach_the_terminal(record, tmp_path):
+    newer = record | {"schema": 99, "package_version": "\x1b[2J9.0\x9b"}
     edit(tmp_path / "patched" / "config.json", rope_patch=newer)
     edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path="\x1b]0;base\x07", bias="\x1b[2J")
     for words in (("doctor", "patched"), ("restore", "patched", "-o", "out"), ("apply", "adapter", "pi", "-o", "out")):
@@ -306,11 +305,6 @@ WRITING = {
 """A command line for each command that writes, up to the name of its output."""
 
 
-def refused_output(checkpoints, folder, command, output) -> str:
-    places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
-    return refused(folder, *(places.get(word, word) for word in WRITING[command]), output)
-
-
 def test_every_command_that_writes_is_known_here():
     writing = {name for name, kind in OPTIONS.items() if any("-o" in leaf.short for leaf in leaves(kind))}
     assert writing | {"recipes"} == set(WRITING)
@@ -319,4 +313,5 @@ def test_every_command_that_writes_is_known_here():
 @pytest.mark.parametrize("output", ["new/../out", "new/.."])
 @pytest.mark.parametrize("command", WRITING)
 def test_an_output_behind_a_folder_that_does_not_exist_is_refused_first(checkpoints, tmp_path, command, output):
-    assert "leads through" in refused_output(checkpoints, tmp_path, command, output)
+    places = {"BASE": checkpoints / "base", "PATCHED": checkpoints / "patched"}
+    assert "leads through" in refused(tmp_path, *(places.get(word, word) for word in WRITING[command]), output)

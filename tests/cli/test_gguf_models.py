@@ -40,16 +40,6 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     assert "the file states 256 tokens, and llama.cpp reads no more: --target-length states more" in based
 
 
-def test_doctor_compares_a_patched_file_with_its_record(file, tmp_path):
-    out = tmp_path / "out.gguf"
-    record = json.loads(run("apply", file, "p_rope", "p=0.75", "-o", out, "--json"))["record"]
-    found = json.loads(run("doctor", out, "--json"))
-    assert found["tables"][0]["hash"] == record["tables"]["all"]["hash"] and found["method"] == "p_rope:p=0.75"
-    printed = run("doctor", out)
-    assert printed.startswith(f"{out}: patched with p_rope:p=0.75\n") and "holds    patch record: " in printed
-    assert "use the file that it was made from" in fail("restore", out, "-o", tmp_path / "back")
-
-
 def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     (tmp_path / "text.gguf").write_text("no GGUF")
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:100_000])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
-from support.commands import fail
-from support.fresh import run_module
+from support.fresh import run_code
 from support.tiny import tiny_model
 
 import rope_patch
@@ -20,16 +18,11 @@ import rope_patch
 
 @dataclass(frozen=True)
 class Slower(rope_patch.Method, name="slower"):
-    """Divides every frequency."""
-    divisor: float = 2.0
+    """Forgets to return its frequencies."""
 
     def inv_freq(self, table):
-        return table.inv_freq / self.divisor
+        table.inv_freq / 2
 '''
-
-
-def child(folder, *words):
-    return run_module("rope_patch.cli.app", *words, cwd=folder)
 
 
 @pytest.fixture
@@ -39,23 +32,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_method_of_a_users_module_is_applied(folder):
-    done = child(folder, "apply", "base", "slower:divisor=4", "-o", "out", "--import", "my_methods", "--json")
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)["record"]
-    (before,) = record["base_tables"].values()
-    (after,) = record["tables"].values()
-    assert after["inv_freq"] == pytest.approx([value / 4 for value in before["inv_freq"]])
-
-
-def test_without_the_option_the_method_is_unknown(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert "unknown method 'slower'" in fail("apply", "base", "slower:divisor=4", "-o", "other")
-
-
 def test_a_method_that_returns_nothing_is_named(folder):
-    (folder / "my_methods.py").write_text(MODULE.replace("return table.inv_freq / self.divisor", "return None"))
-    done = child(folder, "apply", "base", "slower", "-o", "out", "--import", "my_methods")
+    words = ("apply", "base", "slower", "-o", "out", "--import", "my_methods")
+    done = run_code("from rope_patch.cli.app import main; main()", *words, cwd=folder)
     said = "the method 'slower' must return its frequencies as a tensor, got None"
     assert done.returncode == 2 and said in done.stderr and not (folder / "out").exists()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.commands import invoke
 from support.patches import lora
-from support.prompting import TOKENIZER
+from support.prompting import ENGLISH, TOKENIZER
 from support.report_pages import Page
 from support.tiny import small
 
@@ -21,7 +21,6 @@ from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
-TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def command(*arguments):
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "a.txt"
-    path.write_text(TEXT)
+    path.write_text(ENGLISH)
     asked = ["--windows", "3", "--samples", "1", "--depths", "0,1", "--haystack", "noise"]
     methods = ("--methods", "default p_rope:p=0.5", "--lengths", "40 56")
     return ("--formats", " ".join(FORMATS), *methods, *asked, "--text", path)

@@ -5,7 +5,6 @@ The rules themselves are held against the programs by ``test_real_engines.py``, 
 
 from __future__ import annotations
 
-import math
 import shlex
 from typing import Any
 
@@ -50,7 +49,6 @@ def without_base(parameters):
 LINEAR = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
 YARN = YARN | {"rope_theta": 5e4}
 OWN = {"rope_type": "default", "rope_theta": 5e4}
-YARN_SCALING = 0.1 * math.log(4) + 1
 WHOLE = {"max_position_embeddings": 256}
 OLDER = {"rope_parameters": None, "rope_theta": 5e4}
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engine_folders import ASSETS
 from support.engines import ROOT, Case, answers, report
+from support.prompting import ENGLISH
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.kv_cache.cache import quantized
@@ -77,8 +77,7 @@ def test_a_simulated_cache_costs_what_the_kernel_costs(name, scheme, tmp_path):
     folder.mkdir()
     for file in MODELS[name].iterdir():  # llama.cpp's converter writes beside them
         (folder / file.name).symlink_to(file)
-    text = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
-    ids = list(AutoTokenizer.from_pretrained(folder)(text).input_ids[:TOKENS])
+    ids = list(AutoTokenizer.from_pretrained(folder)(ENGLISH).input_ids[:TOKENS])
     once, each = ({PROMPTS[engine]: size} for size in (2 * TOKENS, 1))
     plain = {key: value for key, value in options.items() if key in VLLM}
     cases = [

@@ -17,6 +17,7 @@ from support.engines import ENVIRONMENTS, Case, answers
 from support.gguf_files import rewritten, write_toy
 from support.patches import edit_json
 from support.program_options import flags
+from support.prompting import ENGLISH
 from support.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -31,7 +32,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings(
 
 ASSETS = rope_patch.data_path("assets")
 LLAMA = ASSETS / "llama"
-TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
 METHODS = ("default", "pi:factor=4", "abf", "yarn:factor=4", "p_rope:p=0.5", "truncated", "irregular")
 
 
@@ -46,7 +46,7 @@ def tokenizer():
 
 @functools.cache
 def tokens():
-    return tokenizer()(TEXT).input_ids[:700]
+    return tokenizer()(ENGLISH).input_ids[:700]
 
 
 def patched(method):

@@ -16,7 +16,7 @@ from support.commands import fail, run
 from support.fresh import run_code
 from support.gguf_files import saved, write_toy
 from support.patches import lora
-from support.tiny import LLAMA3, ids, logits, tiny_model
+from support.tiny import DYNAMIC, LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -162,7 +162,7 @@ def test_an_unknown_family_and_a_table_that_changes_are_refused(tmp_path, conver
     with pytest.raises(ValueError, match="stablelm"):
         model = tiny_model("stablelm")
         export(model, tmp_path / "o.gguf", to="gguf", converter=converter)
-    dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    dynamic = tiny_model(rope_parameters=DYNAMIC)
     with pytest.raises(ValueError, match="dynamic"):
         export(dynamic, tmp_path / "o.gguf", to="gguf", converter=converter)
 

@@ -24,7 +24,6 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from support import prompting
 from support.commands import invoke
@@ -509,16 +508,6 @@ def test_nothing_is_scored_where_answers_are_only_predicted():
     result = lm_eval.simple_evaluate(lm(model=model), tasks=["rope_passkey"], task_manager=manager, **options)
     assert not any(metric.startswith("256") for metric in result["results"]["rope_passkey"])
     assert len(result["samples"]["rope_passkey"]) == 1
-
-
-@pytest.mark.full
-def test_rulers_own_tasks_run():
-    """Imported, they sort all pairs of an adjective and a noun: five million, for seven seconds."""
-    model = RopePatchLM(LLAMA, method="yarn", target_length=2048, device="cpu", batch_size=2)
-    metadata = {"pretrained": LLAMA, "max_seq_lengths": [1024]}
-    manager = TaskManager(include_defaults=False, include_path=str(RULER), metadata=metadata)
-    found = lm_eval.simple_evaluate(model, tasks=["niah_single_1"], task_manager=manager, limit=2, bootstrap_iters=0)
-    assert 0 <= found["results"]["niah_single_1"]["1024,none"] <= 1
 
 
 # --- the command line

@@ -12,11 +12,10 @@ import weakref
 import pytest
 import torch
 from support.largest import Largest
-from support.prompting import MAKER, TOKENIZER, bold
 from support.rounding import naive
 from support.states import attended, model_of
 from support.subsets import covering, full
-from support.tiny import MIXED, ids, tiny_model
+from support.tiny import DYNAMIC, MIXED, ids, tiny_model
 from transformers import (
     Cache,
     DynamicCache,
@@ -25,9 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 import family_models
 import rope_patch
-from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.generate_answers import copy_cache
-from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.cache import quantized
@@ -74,17 +71,13 @@ def model_for(name, method=None):
     return model
 
 
-def loss_of(logits, rows):
-    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
-
-
 @torch.no_grad()
 def losses(model, rows, cache=None, chunk=None):
     """Loss of each token (rows, tokens - 1), read in chunks."""
     size = chunk or rows.shape[1]
     past = {cache_argument(model.get_decoder()): cache, "use_cache": cache is not None}
-    parts = [model(rows[:, low : low + size], **past).logits for low in range(0, rows.shape[1], size)]
-    return loss_of(torch.cat(parts, 1), rows)
+    logits = torch.cat([model(part, **past).logits for part in rows.split(size, 1)], 1)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 def errors_of(model, row, scheme):
@@ -197,11 +190,7 @@ def test_both_engines_equal_a_cache_made_from_scratch(name, text):
         assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
 
 
-@covering(patched_model=MODELS, text=SCHEMES)
-def test_streaming_and_one_pass_agree(patched_model, text):
-    name, method = patched_model
-    model = model_for(name, method)
-    rows = ids(TOKENS, 4)
+def assert_streaming_and_one_pass_agree(model, rows, text):
     with quantized(model, text, exact=False) as factory:
         expected = losses(model, rows, factory(), chunk=1)
     with quantized(model, text) as factory:
@@ -212,17 +201,15 @@ def test_streaming_and_one_pass_agree(patched_model, text):
     assert float((losses(model, rows) - whole).abs().max()) > 1e-3, "it has an effect"
 
 
+@covering(patched_model=MODELS, text=SCHEMES)
+def test_streaming_and_one_pass_agree(patched_model, text):
+    assert_streaming_and_one_pass_agree(model_for(*patched_model), ids(TOKENS, 4), text)
+
+
 def test_tiles_of_values_are_read_alike_by_streaming_and_one_pass(monkeypatch):
     monkeypatch.setattr(FORMATS["kvarn2"], "tokens", 8)  # 128 tokens would be too many for a tiny model
-    model = model_for("llama")
-    rows = ids(TOKENS + 3, 2)
     text = "k=kvarn4.channel8.hadamard;v=kvarn2.hadamard;flush=8;sinks=8"
-    with quantized(model, text, exact=False) as factory:
-        expected = losses(model, rows, factory(), chunk=1)
-    with quantized(model, text) as factory:
-        close(losses(model, rows), expected)
-        close(losses(model, rows, factory(), chunk=7), expected)
-    assert float((losses(model, rows) - expected).abs().max()) > 1e-3
+    assert_streaming_and_one_pass_agree(model_for("llama"), ids(TOKENS + 3, 2), text)
 
 
 @pytest.mark.parametrize(("visible", "end"), [(256, 128), (257, 256), (384, 256), (385, 384)])
@@ -331,17 +318,6 @@ def test_padding_on_the_right_changes_nothing_before_it():
 
 
 # --- generation
-
-
-def greedy(model, row, cache, tokens):
-    """Decode by hand, a token at a time."""
-    with torch.no_grad():
-        generated = []
-        next_ids = row
-        for _ in range(tokens):
-            next_ids = model(next_ids, **{cache_argument(model): cache}).logits[:, -1:].argmax(-1)
-            generated.append(next_ids)
-    return torch.cat(generated, 1)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -583,7 +559,7 @@ def test_learned_sinks_are_a_term_of_the_sum(scheme):
 
 def test_a_model_that_cannot_be_read_is_refused_and_left_alone():
     """tests/modeling/test_capture.py has the other kinds."""
-    model = model_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = model_of("llama", rope_parameters=DYNAMIC)
     with pytest.raises(ValueError, match="dynamic"), quantized(model, "int4.token"):
         pass
     with pytest.raises(ValueError, match="dynamic"):
@@ -728,41 +704,6 @@ def test_errors_are_those_without_dropout():
 
 
 # --- the engines of the evaluation
-
-
-@pytest.mark.parametrize("name", ["llama", full("gemma3"), "gemma4"])
-def test_perplexity_through_a_factory_equals_a_naive_loop(name):
-    model = model_for(name)
-    rows = ids(TOKENS, 3)
-    for text in (SCHEMES[0], SCHEMES[4]):
-        with quantized(model, text, exact=False) as factory:
-            expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
-        with quantized(model, text) as factory:
-            for options in ({}, {"batch": 2, "chunk": 5}):
-                score = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
-                for bucket, part in zip(score.buckets, (expected[:, :9], expected[:, 9:]), strict=True):
-                    assert bucket.nll == pytest.approx(float(part.mean()), abs=1e-5)
-        assert perplexity(model, rows).nll != pytest.approx(float(expected.mean()), abs=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_retrieval_through_a_factory_equals_each_prompt_alone(family):
-    model = bold(family).double()
-    depths = [0.0, 1.0]
-    asked = {"lengths": [90], "depths": depths, "samples": 1, "haystack": MAKER}
-    with quantized(model, "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1") as factory, torch.no_grad():
-        got = retrieval(model, TOKENIZER, "niah", **asked, cache=factory)
-        cells = {cell.depth: cell.samples[0] for cell in got.cells}
-        for prompt in MAKER.prompts("niah", 90, depths, sample=0):
-            row = torch.tensor([prompt.ids])
-            size = prompt.answer
-            scores = model(row, use_cache=False).logits[0, -size - 1 : -1].log_softmax(-1)
-            expected = float(scores.gather(1, row[0, -size:, None]).sum())
-            assert cells[prompt.depths[0]].logprob == pytest.approx(expected, abs=1e-4)
-            generated = greedy(model, row[:, :-size], factory(), size)[0]
-            assert cells[prompt.depths[0]].output == TOKENIZER.decode(generated, skip_special_tokens=True)
-    plain = retrieval(model, TOKENIZER, "niah", **asked)
-    assert plain.logprob(90) != pytest.approx(got.logprob(90), abs=1e-3)
 
 
 def test_models_have_runs_of_their_own():

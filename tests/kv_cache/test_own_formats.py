@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from support.forks import forked
+from support.pages import contributed
 from support.prompting import TOKENIZER
 from support.tiny import small
 
@@ -17,45 +18,23 @@ from rope_patch.kv_cache.block_rounding import fake_quantize
 from rope_patch.kv_cache.formats import FORMATS, Format
 from rope_patch.kv_cache.schemes import Side
 
-MODULE = """
-import math
-from rope_patch.kv_cache.formats import Format, nonzero
 
-class Ternary(Format, name="ternary"):
-    '''-1, 0 or 1 times a scale that 8 features share.'''
-    bits, group = math.log2(3), 8
-
-    def round(self, x, dim):
-        scale = x.abs().amax(dim, keepdim=True)
-        return (x / nonzero(scale)).round() * scale
-"""
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "my_formats.py").write_text(MODULE)
+def test_a_format_of_a_users_module_is_checked(tmp_path):
+    """In a fork: the module that it imports is gone afterwards."""
+    (tmp_path / "my_formats.py").write_text(contributed("ternary"))
     small().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    return tmp_path
-
-
-def checked(folder, output):
-    """The rows of a check, in a fork: the module that it imports is gone afterwards."""
-    asked = "--formats ternary --lengths 40 --windows 2 --samples 1 --depths 0 --no-report --import my_formats -o"
+    asked = "--formats ternary --lengths 40 --windows 2 --samples 1 --depths 0 --no-report --import my_formats -o out"
 
     def command():
-        os.chdir(folder)
-        sys.argv = ["rope-patch", "kv-check", "model", *asked.split(), output]
+        os.chdir(tmp_path)
+        sys.argv = ["rope-patch", "kv-check", "model", *asked.split()]
         app.main()
 
     assert forked(command) == 0
-    return json.loads((folder / output / "kv-check.json").read_text())["rows"]
-
-
-def test_a_format_of_a_users_module_is_checked(folder):
-    full, ternary = checked(folder, "out")
+    full, ternary = json.loads((tmp_path / "out" / "kv-check.json").read_text())["rows"]
     assert ternary["format_text"] == "k=ternary;v=ternary"
-    assert ternary["bits"] == pytest.approx(1.58496 + 16 / 8)  # a scale of 16 bits for each 8 features
+    assert ternary["bits"] == pytest.approx(1.585 + 16 / 8)  # a scale of 16 bits for each 8 features
     assert ternary["lengths"]["40"]["perplexity"] != full["lengths"]["40"]["perplexity"]
 
 

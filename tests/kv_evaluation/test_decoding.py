@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from support.evaluated import check_cache
-from support.prompting import TOKENIZER, bold
+from support.prompting import ENGLISH, TOKENIZER, bold
 from support.tiny import small
 from transformers import DynamicCache
 
-import rope_patch
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_evaluation.decoding import Decoding
 from rope_patch.kv_evaluation.measure_format import tokens_to_check
@@ -22,11 +20,10 @@ from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.runtime.progress import listen
 from rope_patch.texts.documents import spread_windows
 
-TEXT = (Path(rope_patch.data_path("assets")) / "domains" / "english.txt").read_text(encoding="utf-8")
 PROMPT = 40
 STEPS = 16
 ASKED = {
-    **{"lengths": (PROMPT,), "windows": 2, "depths": (0.0,), "samples": 1, "text": TEXT, "haystack": "noise"},
+    **{"lengths": (PROMPT,), "windows": 2, "depths": (0.0,), "samples": 1, "text": ENGLISH, "haystack": "noise"},
     **{"methods": ("default",), "decode": STEPS},
 }
 FORMATS = ("k=int2;v=int3;sinks=2", "k=int2.channel8.pre;v=int2.token8;residual=8;flush=8")
@@ -55,7 +52,7 @@ def kl(p, q):
 def test_decoding_equals_the_streaming_cache_token_by_token(family, chunk):
     model = bold(family)
     check = check_cache(model, TOKENIZER, FORMATS, chunk=chunk, **ASKED)
-    windows, _ = spread_windows(TOKENIZER, TEXT, PROMPT, 2)
+    windows, _ = spread_windows(TOKENIZER, ENGLISH, PROMPT, 2)
     for name, row in zip(FORMATS, check.rows[1:], strict=True):
         for i, window in enumerate(windows):
             plain, p = token_by_token(model, DynamicCache(config=model.config), window.ids, chunk)

@@ -10,7 +10,6 @@ import torch
 from support.scored import bold_model
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
@@ -107,30 +106,9 @@ def ablated(model, monkeypatch):
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", torch.zeros_like)
 
 
-def steered(model, monkeypatch):
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0.3)
-
-
 def with_a_banned_token(model, monkeypatch):
     ban = torch.tensor([7])
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, ban, -torch.inf))
-
-
-def parametrized(model, monkeypatch):
-    class Scaled(torch.nn.Module):
-        factor = 1.0
-
-        def forward(self, weight):
-            return weight * self.factor
-
-    torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Scaled())
-    model.model.layers[0].mlp.up_proj.parametrizations.weight[0].factor = 1.5
-
-
-def with_an_edited_attention(model, monkeypatch):
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    edited = lambda module, query, *args, **kwargs: plain(module, 2 * query, *args, **kwargs)  # noqa: E731
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", edited)
 
 
 def with_a_patched_library(model, monkeypatch):  # as Liger does it
@@ -140,13 +118,9 @@ def with_a_patched_library(model, monkeypatch):  # as Liger does it
 
 
 IN_MEMORY = {
-    "an attribute of attention": lambda model, _: setattr(model.model.layers[1].self_attn, "scaling", 0.5),
     "a causal model that looks ahead": lambda model, _: setattr(model.model.layers[1].self_attn, "is_causal", False),
     "a replaced forward": ablated,
-    "a hook": steered,
     "a hook on one logit": with_a_banned_token,
-    "an attribute of a parametrization": parametrized,
-    "an edited attention function": with_an_edited_attention,
     "a patched library": with_a_patched_library,
 }
 

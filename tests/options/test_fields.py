@@ -67,10 +67,6 @@ def test_the_options_of_a_class_are_its_own_and_those_that_it_contains():
     }  # fmt: skip
 
 
-def test_a_default_in_tokens_is_shown_in_thousands():
-    assert [leaf.shown for leaf in leaves(COMMANDS["compare"]) if leaf.flag == "--batch-tokens"] == ["16k"]
-
-
 def test_options_are_built_from_the_values_of_their_leaves():
     options = from_leaves(Outer, {("model",): "m", ("inner", "lengths"): [128], ("section", "chunk"): 8})
     assert options == Outer("m", Inner((128,), (0.5,)), Inner((64,), chunk=8))

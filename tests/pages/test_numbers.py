@@ -478,10 +478,6 @@ def test_numbers_agree_where_they_round_to_what_is_written(words, values, agrees
     assert (disagreement(words, values) is None) == agrees
 
 
-def pages():
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "benchmarks" / "README.md"]
-
-
 def test_the_script_of_a_result_is_there_or_its_commit_is_named():
     folder = ROOT / "benchmarks"
     rows = re.findall(r"^\| (.*) \| (.*) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -489,7 +485,3 @@ def test_the_script_of_a_result_is_there_or_its_commit_is_named():
     results = {path.stem for path in (folder / "results").glob("*.json")}
     without = {name for name in results - named if not (folder / f"{name}.py").is_file()}
     assert not without, f"name the commit of {', '.join(sorted(without))} in benchmarks/README.md"
-
-
-def test_pages_hold_no_comments():
-    assert not [page.name for page in pages() if "<!--" in page.read_text(encoding="utf-8")]

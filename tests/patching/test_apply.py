@@ -13,6 +13,7 @@ from support.round_trip import assert_same
 from support.subsets import covering
 from support.tiny import (
     ARCHITECTURES,
+    DYNAMIC,
     MIXED_ARCHITECTURES,
     YARN,
     logits,
@@ -286,9 +287,6 @@ def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
 def test_dynamic_tables_are_refused_or_frozen():
     model = tiny_model(rope_parameters=DYNAMIC)
     with pytest.raises(ValueError, match="freeze_at"):
@@ -369,15 +367,6 @@ def test_verify_names_what_differs():
     model.set_submodule(locate(model).path, patch._location.module)
     with pytest.raises(PatchError, match="rad/token"):
         rope_patch.verify(model)
-
-
-@pytest.mark.parametrize(("p", "head_dim", "theta"), [(0.75, 128, 1e6), (0.5, 96, 5e5)])
-def test_p_rope_is_encoded_natively_in_every_shape(p, head_dim, theta):
-    """Here the beginning of the whole table differs from transformers' proportional in the last bit."""
-    model = tiny_model("qwen3", head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": theta})
-    rope_patch.apply(model, "p_rope", p=p)
-    expected = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p}
-    assert model.config.rope_parameters == expected
 
 
 def test_the_keys_that_vllm_needs_are_no_reason_for_a_warning(tmp_path, caplog):

@@ -10,7 +10,7 @@ import torch
 from support.patches import edit_json, module_of, patched_model
 from support.round_trip import assert_round_trip
 from support.subsets import full
-from support.tiny import LLAMA3, SIZE, ids, logits, tiny_model
+from support.tiny import DYNAMIC, LLAMA3, SIZE, ids, logits, tiny_model
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -327,7 +327,7 @@ def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, m
 def test_a_frozen_dynamic_table_counts_as_scaled(method):
     """Taken for a plain one of the base it grew to, a second scaling would stand on the first."""
     options = {"target_length": 256, "freeze_at": 256}
-    model = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model = tiny_model(rope_parameters=DYNAMIC)
     refused(model, "config.json", method, **options)
     rope_patch.apply(model, "pi", **options)
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from support.patches import edit_json
 from support.releases import BETAS, LINEAR, LLAMA3, RELEASES, C, every_release, release, yarn
 from support.subsets import covering
 from support.tiny import SIZE, logits, tiny_model
@@ -150,21 +149,6 @@ def test_a_restored_folder_says_what_transformers_4_reads(tmp_path):
     config = json.loads((tmp_path / "restored" / "config.json").read_text())
     assert config["rope_scaling"] == config["rope_parameters"] == RELEASES["Llama 3.1"][2]
     assert config["rope_theta"] == 5e5 and "rope_patch" not in config
-
-
-def test_a_record_with_replace_scaling_means_what_it_meant(tmp_path):
-    """In versions up to 0.2.0 its factor counts from the context before the checkpoint's scaling: 16 times 16."""
-    model = release("Llama 3.1")
-    table = rope_patch.apply(model, "yarn", target_length=256).after[None]
-    rope_patch.save(model, tmp_path)
-    before = {"package_version": "0.2.0", "method": {"method": "yarn", "factor": 16.0, "replace_scaling": True}}
-    edit_json(tmp_path / "config.json", lambda config: config["rope_patch"].update(before))
-    again = rope_patch.load(tmp_path)
-    assert torch.equal(rope_patch.inspect(again).tables[0].inv_freq, table.inv_freq)
-    assert again.config.rope_parameters == model.config.rope_parameters
-    assert again.config.rope_patch["method"]["replace_scaling"] is True
-    assert rope_patch.verify(tmp_path).method == "yarn:factor=16:replace_scaling=true"
-    assert rope_patch.doctor(tmp_path).ok
 
 
 def test_a_linear_factor_over_a_shorter_stated_context_is_refused_until_the_config_says_one(tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.live_bytes import LiveBytes
+from support.live_bytes import LiveBytes, tiles_are_folded_in_place
 from support.recipe_runs import arguments, recipe
 from support.subsets import full
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,14 +84,10 @@ def shipped(name, **changes):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_the_plan_of_a_recipe_is_what_a_step_takes(path, monkeypatch):
     options = recipe(path)
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    tiles_are_folded_in_place(monkeypatch)
     from trl.trainer.utils import add_fused_lm_head
 
     planned = training_plan(options, arguments(options)).but(attention="flash")
-    # What TRL's kernels for a GPU do to a tile of logits in place.
-    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *_, **__: None)
-    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *_, **__: None)
-    monkeypatch.setattr(kernels, "_addmm_fp32", lambda sum, a, b: sum.add_(1))
     with torch.device("meta"):
         model = shipped(planned.shape.name).train()
         model = get_peft_model(model, LoraConfig(**lora_arguments(model, options)))

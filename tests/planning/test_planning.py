@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import fail, run
-from support.live_bytes import LiveBytes
+from support.live_bytes import LiveBytes, tiles_are_folded_in_place
 from support.subsets import covering
 from support.tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -219,11 +219,9 @@ def test_adapters_on_weights_in_4_bits_copy_no_input(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("family", "tokens"), [("llama", 4096), ("gemma2", 512)])
 def test_peak_at_the_loss(family, tokens, monkeypatch):
     """The loss of TRL, whose kernels for a GPU fold a tile of logits without a copy: here a tile is folded in place."""
-    trainer_utils = pytest.importorskip("trl.trainer.utils")
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
-    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *_, **__: None)
-    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *_, **__: None)
-    monkeypatch.setattr(kernels, "_addmm_fp32", lambda sum, a, b: sum.add_(1))
+    tiles_are_folded_in_place(monkeypatch)
+    from trl.trainer.utils import add_fused_lm_head
+
     attention = "flash" if family == "gemma2" else "sdpa"
     changes = {"vocab_size": 8192, "num_hidden_layers": 2}
     model, planned, context = prepared(family, attention, "bfloat16", 4, checkpointing=True, **changes)
@@ -231,7 +229,7 @@ def test_peak_at_the_loss(family, tokens, monkeypatch):
     labels = torch.randint(3, 96, (1, tokens))
     base = model.get_base_model()
     base.base_model.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=base.model.norm(hidden))
-    trainer_utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     live, _ = measured(model, context, lambda: base(labels=labels, fused_lm_head=True).loss)
     assert planned.but(length=tokens).parts["loss"] == pytest.approx(live.peak, rel=0.1)
 

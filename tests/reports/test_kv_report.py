@@ -9,18 +9,16 @@ from dataclasses import replace
 import pytest
 from support.evaluated import check_cache
 from support.kv_rows import BASE, by_hand, off
-from support.prompting import TOKENIZER
+from support.prompting import ENGLISH, TOKENIZER
 from support.report_pages import Page, accessible, loads_nothing
 from support.tiny import small
 
-import rope_patch
 from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.reports import kv as kv_report
 from rope_patch.runtime.page import render
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
-ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0)}
-ASKED["text"] = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
+ASKED = {"windows": 3, "samples": 1, "haystack": "noise", "depths": (0.0, 1.0), "text": ENGLISH}
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, default_data_collator
-from transformers.modeling_outputs import BaseModelOutput
 
 import rope_patch
 from rope_patch.checkpoints import adapters
@@ -269,35 +266,14 @@ def loaded_by_one(folder, rank):
             os.environ.pop(name, None)
 
 
-def cut_by_torch(mesh):
-    """Return the loss of rows that torch's context parallelism has cut, from states that were cut in the same places.
-
-    The states are computed before, since attention over cut rows needs a GPU, and the loss does not.
-    """
-    model = fused(bold_model())
-    batch = default_data_collator(rows(4))
-    ahead = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:].contiguous()
-    with torch.no_grad():
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        shared = [model.model(**inputs, use_cache=False).last_hidden_state.clone(), ahead]
-        model.model.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=shared[0])
-        with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 2, no_restore_buffers=set(shared)):
-            output = model(shift_labels=shared[1], fused_lm_head=True)
-            total = torch.stack([-output.log_probs.sum(), output.label_mask.sum().float()])
-    dist.all_reduce(total)
-    return {"total": total.tolist(), "tokens": shared[0].shape[1]}
-
-
 def main(folder):
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # processes that wait in vain fail soon
     results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
     results["resumed"] = train(folder / "cut", 2, resume=True)
-    mesh = init_device_mesh("cpu", (PROCESSES,))
     results["sharded"] = sharded(rank)
     results["loaded by one"] = loaded_by_one(folder / "base", rank)
-    results["cut by torch"] = cut_by_torch(mesh)
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ from rope_patch.methods import MethodLike, as_method
 from rope_patch.methods.table import Table
 from rope_patch.patching.verify import inspect_model
 from support.patches import lora
+from support.prompting import ENGLISH
 
 ASSETS = rope_patch.data_path("assets")
 CONTEXT = 256
@@ -91,8 +92,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def prompt() -> list[int]:
     """Return token ids of a text."""
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "llama", model_max_length=1 << 30)
-    text = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
-    return list(tokenizer(text).input_ids[:PROMPT])
+    return list(tokenizer(ENGLISH).input_ids[:PROMPT])
 
 
 def checkpoint(family: str, folder: Path, **changes: Any) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -111,25 +110,3 @@ def together(call: Callable[[int], None], folder: Path) -> list[str]:
     texts = [page.read_text() for page in pages]
     assert ended == [0, 0], "\n".join(text[-3000:] for text in texts)
     return texts
-
-
-def run_script(command: list[str], log: Path) -> str:
-    """Run a script in a fork, as ``python command`` would, and return what it printed; it must succeed."""
-
-    def script() -> None:
-        with log.open("w", buffering=1) as sys.stdout:
-            sys.stderr = sys.stdout
-            sys.argv = command
-            sys.path[:0] = [str(Path(command[0]).parent)]
-            try:
-                runpy.run_path(command[0], run_name="__main__")
-            except SystemExit as stopped:
-                if stopped.code:
-                    print(stopped)
-                    raise SystemExit(1) from None
-            except BaseException:
-                traceback.print_exc(file=sys.stdout)
-                raise
-
-    assert forked(script) == 0, log.read_text()[-3000:]
-    return log.read_text()

@@ -88,14 +88,6 @@ def run_code(
         return subprocess.CompletedProcess([code, *arguments], status, out.read_text(), err.read_text())
 
 
-def run_module(
-    name: str, *arguments: object, cwd: str | Path = ".", env: Mapping[str, str] = os.environ
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m name arguments`` with torch and transformers imported, and return its output and exit status."""
-    code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return run_code(code, *arguments, cwd=cwd, env=env)
-
-
 def stock_logits(root: Path, tokens: torch.Tensor, *names: str) -> dict[str, torch.Tensor]:
     """Return the logits of folders below a root in plain transformers, in a process that cannot import rope_patch.
 

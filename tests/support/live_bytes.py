@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,3 +37,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
+
+
+def tiles_are_folded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TRL's loss fold a tile of logits in place, as its kernels for a GPU do."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *_, **__: None)
+    monkeypatch.setattr(kernels, "_addmm_fp32", lambda sum, a, b: sum.add_(1))

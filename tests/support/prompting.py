@@ -13,6 +13,8 @@ from support.tiny import tiny_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
+ENGLISH = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
+
 HAY = Haystack(builtin_text("haystack").documents[0])
 
 MAKER = PromptMaker(TOKENIZER, HAY)

@@ -7,7 +7,6 @@ keys after rotation, and returns weights.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 from types import SimpleNamespace
@@ -62,12 +61,12 @@ def model_of(name, **changes):
     return model
 
 
-@contextlib.contextmanager
-def stored(model, monkeypatch):
-    """Record queries and keys before rotation, and values, while a model reads.
+@torch.no_grad()
+def stored(model, row, monkeypatch):
+    """Let a model read token ids (tokens,); return queries and keys before rotation, and values.
 
-    Yields:
-        For each role a list with an entry (tokens, heads, features) for each layer, which a forward pass fills.
+    Returns:
+        For each role a list with an entry (tokens, heads, features) for each layer.
     """
     states = {role: [] for role in ROLES}
     attention = model.get_decoder().layers[0]
@@ -99,7 +98,8 @@ def stored(model, monkeypatch):
         if model.config._attn_implementation == "eager":  # transformers chooses it for Gemma 2
             attend = module.eager_attention_forward
             patch.setattr(module, "eager_attention_forward", spy_attention)
-        yield states
+        model(row[None], use_cache=False)
+    return states
 
 
 @torch.no_grad()

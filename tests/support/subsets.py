@@ -11,11 +11,6 @@ import transformers
 from packaging.version import Version
 
 
-def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
-    """Skip a test under older releases of transformers, which we support, but which lack what it tests."""
-    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
-
-
 def full(*values: Any, id: str | None = None) -> Any:
     """A case of a parametrized test that is left to ``make test-full``."""
     return pytest.param(*values, marks=pytest.mark.full, id=id)
@@ -46,8 +41,9 @@ def _name(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-byte_level_llama = needs_transformers(
-    "5.23", "reads a byte-level tokenizer.json that names LlamaTokenizer in another way"
+byte_level_llama = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="it reads a byte-level tokenizer.json that names LlamaTokenizer in another way",
 )
 
 examples = pytest.mark.parametrize("examples", [4, full(40)])

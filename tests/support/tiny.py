@@ -30,6 +30,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0]}
 MSCALE = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}

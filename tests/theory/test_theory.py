@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 from scipy.special import softmax
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.tiny import tiny_model
+from transformers import LlamaForCausalLM
 
 import rope_patch
 from rope_patch import theory
@@ -84,19 +85,8 @@ DIM = 64
 
 def llama(query: torch.Tensor, key: torch.Tensor) -> LlamaForCausalLM:
     """A one-layer Llama whose one head has this query and key for every token, through a feature all tokens share."""
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=DIM,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        attn_implementation="eager",
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    one = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tiny_model(attention="eager", hidden_size=DIM, max_position_embeddings=2048, **one)
     with torch.no_grad():
         embeddings = model.model.embed_tokens.weight
         embeddings.copy_(torch.randint(0, 2, embeddings.shape) * 2.0 - 1.0)  # all of one norm: RMSNorm keeps them

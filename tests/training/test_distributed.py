@@ -11,15 +11,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from datasets import Dataset
 from support import distributed_child as child
-from support.distributed_child import IGNORED_LABEL, fused, rows
+from support.distributed_child import fused
 from support.forks import together
-from support.prompting import TOKENIZER
 from support.recipe_runs import needs_trl
 from support.scored import bold_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
-from transformers import default_data_collator
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.runtime import packaged as _paths
@@ -130,30 +127,6 @@ def test_the_engines_read_a_sharded_model(two, steps, name):
     for rank in two[1]:
         assert rank["sharded"][name]["before"] == pytest.approx(expected, rel=1e-5)
         assert rank["sharded"][name]["after"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_rows_cut_by_torch_sum_to_the_whole(two):
-    batch = default_data_collator(rows(4))
-    output = fused(bold_model())(**batch, fused_lm_head=True)
-    count = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().item()
-    for rank in two[1]:
-        result = rank["cut by torch"]
-        assert result["tokens"] == 12, "each process has half"
-        assert result["total"] == pytest.approx([output.loss.item() * count, count], rel=1e-5)
-
-
-def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
-    """The head of a replica would run the first GPU's model."""
-    from trl import SFTConfig, SFTTrainer
-
-    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match="accelerate launch"):
-        SFTTrainer(
-            bold_model(),
-            SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
-            train_dataset=Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in rows()]}),
-            processing_class=TOKENIZER,
-        )
 
 
 # --- configs for accelerate launch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import math
 import os
@@ -173,42 +172,25 @@ def test_restart_deletes_the_earlier_run_once_the_new_one_is_sound(done, tmp_pat
 # --- interrupted
 
 
-def kill(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def cut_short(monkeypatch, when):
-    """Kill this process in the fourth step, or while the checkpoint of the fourth step is written."""
-    from trl import SFTTrainer  # slow, and only needed where it trains
-
-    count = itertools.count(1)
-    stock_step = SFTTrainer.training_step
-    stock_save = TrainerState.save_to_json
-
-    def step(self, *args, **kwargs):
-        return kill() if when == "step" and next(count) == 7 else stock_step(self, *args, **kwargs)
+def test_a_run_killed_while_it_saves_goes_on_and_ends_with_the_same_weights(done, tmp_path, monkeypatch):
+    """Dropout is off, so what differs at the end would be lost state: optimizer, rows, positions."""
+    stock = TrainerState.save_to_json
 
     def save(self, *args, **kwargs):
-        return kill() if when == "save" and self.global_step == 4 else stock_save(self, *args, **kwargs)
-
-    monkeypatch.setattr(SFTTrainer, "training_step", step)
-    monkeypatch.setattr(TrainerState, "save_to_json", save)
-
-
-@pytest.mark.parametrize("when", [full("step"), "save"])
-def test_a_killed_run_goes_on_and_ends_with_the_same_weights(done, tmp_path, monkeypatch, when):
-    """Dropout is off, so what differs at the end would be lost state: optimizer, rows, positions."""
+        if self.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(self, *args, **kwargs)
 
     def run():
-        cut_short(monkeypatch, when)
+        monkeypatch.setattr(TrainerState, "save_to_json", save)
         finetune(options(tmp_path, "evaluation.every=2"))
 
     assert forked(run) == -signal.SIGKILL
     assert not (tmp_path / "results.json").exists() and not (tmp_path / "adapter_model.safetensors").exists()
     assert last_checkpoint(tmp_path / "work").name == "checkpoint-2"
-    if when == "save":  # its weights are there, with the record that says which patch they need
-        loaded = rope_patch.load(tmp_path / "work" / "checkpoint-4")
-        assert rope_patch.verify(loaded).method == rope_patch.verify(done.folder).method
+    # The weights of the fourth step are there, with the record that says which patch they need.
+    loaded = rope_patch.load(tmp_path / "work" / "checkpoint-4")
+    assert rope_patch.verify(loaded).method == rope_patch.verify(done.folder).method
     result = finetune(options(tmp_path, "evaluation.every=2"))
     assert losses(result) == losses(done)
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (result.folder, done.folder))
@@ -253,60 +235,32 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     assert {key for key in before if before[key] != changed[key]} == {"contents of model.name"}
 
 
-OWN_METHOD = """
+OWN = """
 from dataclasses import dataclass
 import rope_patch
+from rope_patch.evaluation.tasks.passkey import Passkey
 
 @dataclass(frozen=True)
 class Slower(rope_patch.Method, name="slower"):
     def inv_freq(self, table):
-        return table.inv_freq / {}
-"""
-
-
-def import_anew(name, text, folder):
-    """Write a module, and import it as a new process would."""
-    (folder / f"{name}.py").write_text(text)
-    sys.modules.pop(name, None)
-    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-    importlib.invalidate_caches()
-    importlib.import_module(name)
-
-
-def test_a_run_does_not_go_on_under_an_edited_method(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(METHODS, "data", {**METHODS.data})
-
-    def train(divisor):
-        import_anew("slower", OWN_METHOD.format(divisor), tmp_path)
-        return finetune(options(tmp_path / "run", "patch.method=slower", *QUICK))
-
-    assert train(2) and train(2).finished_before
-    with pytest.raises(ValueError, match=r"code of patch\.method="):
-        train(3)
-
-
-OWN_TASK = """
-from rope_patch.evaluation.tasks.passkey import Passkey
+        return table.inv_freq / 2
 
 class Keys(Passkey, name="keys"):
     pass
-
-ANSWER = {}
 """
 
 
-def test_scores_are_not_returned_once_the_scorer_was_edited(tmp_path, monkeypatch):
+def test_the_code_of_a_method_and_a_task_of_ones_own_is_part_of_a_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(TASKS, "data", {**TASKS.data})
-
-    def train(answer):
-        import_anew("my_keys", OWN_TASK.format(answer), tmp_path)
-        return finetune(options(tmp_path / "run", "evaluation.task=keys", *QUICK))
-
-    assert train(11).results["steps"] == 1 and train(11).finished_before
-    with pytest.raises(ValueError, match=r"code of evaluation\.task="):
-        train(22)
+    for registry in (METHODS, TASKS):
+        monkeypatch.setattr(registry, "data", {**registry.data})
+    (tmp_path / "own_code.py").write_text(OWN)
+    importlib.import_module("own_code")
+    asked = options(tmp_path / "run", "patch.method=slower", "evaluation.task=keys")
+    before = identity(asked)
+    (tmp_path / "own_code.py").write_text(OWN.replace("/ 2", "/ 3"))
+    changed = identity(asked)
+    assert {key for key in before if before[key] != changed[key]} == {"code of patch.method", "code of evaluation.task"}
 
 
 def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path):
@@ -478,7 +432,6 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     "words",
     [
         ("data.positions=pose", "patch.method=abf:factor=50+p_rope:p=0.75"),
-        ("data.positions=randpos",),
         ("train.packing_strategy=bfd_split", "data.allow_short=true"),
         ("lora.r=0", "patch.method=nope", "train.gradient_checkpointing=false", "train.learning_rate=0.001"),
     ],

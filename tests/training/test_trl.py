@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
 from support.recipe_runs import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch import PatchError
 from rope_patch.patching.rotary import PatchedRotary
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
@@ -45,32 +42,3 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
         assert rope_patch.verify(folder).method == "yarn:factor=4"  # the tokenizer beside it, too
         assert rope_patch.verify(AutoPeftModelForCausalLM.from_pretrained(folder)).method == "yarn:factor=4"
     assert rope_patch.verify(rope_patch.load("llama-patched")).method == "yarn:factor=4"
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # TRL's and PEFT's own
-def test_the_reference_that_dpo_loads_by_name_is_compared_with_the_model(tmp_path):
-    trl = pytest.importorskip("trl")
-    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    rows = Dataset.from_list([{"prompt": f"Say {n}", "chosen": f" {n}", "rejected": " no"} for n in range(4)])
-
-    def trainer(model):
-        options = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": []}
-        asked = trl.DPOConfig(str(tmp_path / "out"), **options)
-        built = trl.DPOTrainer(
-            model,
-            args=asked,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            callbacks=[rope_patch.RopePatchCallback()],
-        )
-        assert built.ref_model is not None
-        built.add_callback(rope_patch.RopeDoctorCallback(ref_model=built.ref_model))
-        return built
-
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
-    rope_patch.apply(model, "yarn:factor=4", target_length=1024)
-    with pytest.raises(PatchError, match="reference model"):
-        trainer(model).train()
-    rope_patch.save(model, tmp_path / "patched", tokenizer=tokenizer)
-    trainer(model).train()
