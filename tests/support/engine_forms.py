@@ -174,7 +174,11 @@ def released(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for release in RELEASES:
         if release.model_type in (family, family.removesuffix("_text")):
             tables: Any = dict(release.rope_parameters)
-            own = plain(family, **sizes, **release.more)
+            # The layers are those of the family, in whose number the small models of llama.cpp's converter are built.
+            more = {
+                key: value for key, value in release.more.items() if key not in ("num_hidden_layers", "layer_types")
+            }
+            own = plain(family, **sizes, **more)
             own |= {"max_position_embeddings": release.context, "rope_parameters": tables}
             yield release.name, own
             method = DOUBLING.get(release.scaled["rope_type"], "yarn")
