@@ -289,7 +289,7 @@ def plain_folder(folder: Path, *, release: Release = SMOLLM2) -> Path:
     import torch
 
     import rope_patch
-    from rope_patch.checkpoints.source_files import read_tokenizer
+    from rope_patch.checkpoints.tokenizer_files import read_tokenizer
     from rope_patch.modeling.environment import weights_in_file
     from rope_patch.runtime.gguf_headers import cached_headers
 

@@ -12,6 +12,7 @@ leaves an adapter with its patch in `output`: rope_patch.load(OUTPUT) loads both
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ def training_arguments(options: RecipeOptions) -> dict[str, Any]:
         "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": 8,
         "packing": True,
-        # Every token of every document is learned, across rows: TRL's default, bfd, drops what is beyond one row.
-        "packing_strategy": "wrapped",
+        "packing_strategy": "wrapped",  # all tokens are learned; TRL's default, bfd, drops what is beyond one row
         "shuffle_dataset": True,
         "save_steps": options.evaluation.every or max(1, steps // 5),
         "save_total_limit": 2,
@@ -62,7 +62,6 @@ def training_arguments(options: RecipeOptions) -> dict[str, Any]:
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # a loss that is no number ends the run, below
         "report_to": "tensorboard",
-        "use_cpu": not torch.accelerator.is_available(),
         "ddp_timeout": 6 * 3600,  # seconds; the other processes wait while the first prepares the documents
         "ddp_find_unused_parameters": False,  # all adapters take part in every step
     }
@@ -114,8 +113,9 @@ def train(options: RecipeOptions, *, command: str = "", restart: bool = False, d
         dry_run: whether to stop before the weights are loaded; nothing is written.
     """
     out = options.output.expanduser()
-    args = build(SFTConfig, "train", {"output_dir": str(out / "work"), **training_arguments(options)})
-
+    options = replace(options, train=training_arguments(options))  # a run is resumed only under the same defaults
+    own = {"output_dir": str(out / "work"), "use_cpu": not torch.accelerator.is_available()}
+    args = build(SFTConfig, "train", own | options.train)
     with run_folder(options, restart=restart) as run:
         if run.results is not None:
             return Result(out, run.results if args.process_index == 0 else {}, finished_before=True)

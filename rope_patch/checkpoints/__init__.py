@@ -8,7 +8,8 @@ from rope_patch.checkpoints.adapters import (
 )
 from rope_patch.checkpoints.inspect_verify import inspect, verify
 from rope_patch.checkpoints.save_load import load, load_adapter, save
-from rope_patch.checkpoints.source_files import load_config, read_tokenizer
+from rope_patch.checkpoints.source_files import load_config
+from rope_patch.checkpoints.tokenizer_files import read_tokenizer
 
 __all__ = [
     "adapter_base",

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from rope_patch.checkpoints.source_files import named_for_transformers, read_tokenizer
+from rope_patch.checkpoints.source_files import named_for_transformers
+from rope_patch.checkpoints.tokenizer_files import read_tokenizer
 from rope_patch.gguf.table import ROUNDED_TWICE, read_gguf
 from rope_patch.methods import Method
 from rope_patch.methods.scaling import as_stated, owner_of

@@ -1,4 +1,4 @@
-"""Read the config and the tokenizer of a checkpoint's folder or repository, with errors that say what to do."""
+"""Read the config of a checkpoint's folder or repository, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -25,7 +23,7 @@ from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.weight_files import in_words, model_files, outlines
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
-from rope_patch.runtime.errors import as_value_error, in_one_line, read_json
+from rope_patch.runtime.errors import as_value_error, read_json
 from rope_patch.runtime.folders import check_source, is_gguf
 from rope_patch.runtime.gguf_file import open_gguf
 from rope_patch.runtime.gguf_headers import cached_headers
@@ -161,26 +159,6 @@ def loader_name(source: str | Path) -> str:
 def how_to_load(folder: str | Path) -> str:
     """Return the call of plain transformers that loads a folder."""
     return f"{loader_name(folder)}.from_pretrained({str(folder)!r})"
-
-
-def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """Return a checkpoint's own tokenizer.
-
-    Args:
-        source: folder, hub id or GGUF file.
-        **options: arguments of ``AutoTokenizer.from_pretrained``.
-
-    Raises:
-        ValueError: the checkpoint has no tokenizer that can be loaded; the message says why.
-    """
-    with named_for_transformers(source) as named:
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**named, **options)
-        except Exception as error:  # there are many kinds, since it reads config.json, too
-            raise ValueError(f"{source} has no tokenizer that can be loaded: {in_one_line(error)}") from error
-    # Of a GGUF file transformers names the folder, in which there may be several.
-    tokenizer.name_or_path = str(source)
-    return tokenizer
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The files of the tokenizer that belongs to a model, found on this disk."""
+"""The tokenizer of a checkpoint, and its files on this disk."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch.checkpoints.adapters import find_file
-from rope_patch.checkpoints.source_files import config_json, read_tokenizer
+from rope_patch.checkpoints.source_files import config_json, named_for_transformers
 from rope_patch.patching.older_keys import text_part
+from rope_patch.runtime.errors import in_one_line
 from rope_patch.runtime.folders import is_gguf
 
 TOKENIZER_FILES = (
@@ -30,6 +32,30 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 """The names of the files that may belong to a tokenizer."""
+
+
+def read_tokenizer(source: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+    """Return a checkpoint's own tokenizer.
+
+    Args:
+        source: folder, hub id or GGUF file.
+        **options: arguments of ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer that can be loaded; the message says why.
+    """
+    folder = Path(source)
+    # For a folder without these files transformers may make an empty tokenizer.
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{source} has no tokenizer: copy the files of its base model there, such as tokenizer.json")
+    with named_for_transformers(source) as named:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**named, **options)
+        except Exception as error:  # there are many kinds, since it reads config.json, too
+            raise ValueError(f"{source} has no tokenizer that can be loaded: {in_one_line(error)}") from error
+    # Of a GGUF file transformers names the folder, in which there may be several.
+    tokenizer.name_or_path = str(source)
+    return tokenizer
 
 
 def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> None:

@@ -41,6 +41,12 @@ def extend(options: ExtendOptions) -> int:
         raise FileNotFoundError(f"no file or folder {text}")
     prepare(settings.machine)
     work = work_folder(output)
+
+    def write_report(outcome: Extended, folder: Path) -> None:
+        """Write the report, which is part of the folder before that is put in its place."""
+        if options.report:
+            pages.write(folder / "report.html", _page(outcome), command_line())
+
     # What ends before the first measurement deletes the folder, unless an earlier run left its own there.
     fresh = not work.exists()
     with working_together(work, [RESULT_CACHE, "comparison.json"]) as first, contextlib.ExitStack() as unused:
@@ -59,12 +65,14 @@ def extend(options: ExtendOptions) -> int:
         unused.pop_all()  # what is measured from now on serves the next run
         total = start.windows * settings.length
         with resumable(work / RESULT_CACHE), progress.bar(total, hidden=options.as_json or not first):
-            outcome = carry_out(model, tokenizer, start, output, overwrite=options.force, owned=True)
+            outcome = carry_out(
+                model, tokenizer, start, output, overwrite=options.force, owned=True, report=write_report
+            )
     if not first:
         return 0
+    if outcome.output is None and outcome.comparisons:
+        write_report(outcome, work)
     report_page = (outcome.output or work) / "report.html"
-    if options.report and outcome.comparisons:
-        pages.write(report_page, _page(outcome), command_line())
     if options.as_json:
         print_json(record(outcome))
     else:

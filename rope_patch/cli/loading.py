@@ -87,7 +87,7 @@ def load_tokenizer(source: str) -> Any:
         ValueError: there is no such folder, no checkpoint in it, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter, naming_base
-    from rope_patch.checkpoints.source_files import read_tokenizer
+    from rope_patch.checkpoints.tokenizer_files import read_tokenizer
     from rope_patch.runtime.folders import check_source
 
     check_source(source)

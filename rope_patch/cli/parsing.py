@@ -55,8 +55,16 @@ def parse_words(kind: type[T], words: Sequence[str]) -> T:
         import_modules(modules)
     # Flags come last, and replace values of files.
     values = {path: value for word in sources for path, value in _stated(word, kind)} | written
-    required = [leaf for leaf in known if leaf.default is MISSING and leaf.path not in values]
-    missing = [leaf.flag if leaf.positional else f"{leaf.flag} {leaf.metavar}" for leaf in required]
+    missing = []
+    for leaf in known:
+        if leaf.default is MISSING and leaf.path not in values:
+            name = f"{leaf.flag} {leaf.metavar}"
+            if leaf.positional:
+                name = leaf.flag
+            elif any(option.path == ("config",) and option.positional for option in known):  # as the pages write them
+                name = f"{leaf.key}={leaf.metavar}"
+            missing.append(name)
+        missing += [f"{leaf.key}.{key}" for key in leaf.needs if (*leaf.path, key.split("=")[0]) not in values]
     if missing:
         raise UsageError(f"missing {', '.join(missing)}: rope-patch {kind.command} --help says what is needed")
     options: T = from_leaves(kind, values)

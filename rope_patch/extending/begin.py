@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from rope_patch.evaluation.compare import UNPATCHED
@@ -15,7 +16,7 @@ from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.evaluation.time_budget import speed
 from rope_patch.extending.measure import Clock, rounds_of, windows_read
 from rope_patch.extending.served_by import served_by
-from rope_patch.extending.train_adapter import plan_training
+from rope_patch.extending.train_adapter import STEP_COST, plan_training
 from rope_patch.methods.scaling import owner_of
 from rope_patch.options.extend import CANDIDATES, CANDIDATES_ON_SCALED, ExtendSettings
 from rope_patch.patching.install import patched
@@ -23,7 +24,7 @@ from rope_patch.patching.locate import PatchError, locate
 from rope_patch.patching.verify import inspect_model, shortened, trained_length
 from rope_patch.planning import plan
 from rope_patch.runtime import progress
-from rope_patch.runtime.captions import duration_text
+from rope_patch.runtime.captions import count_text, duration_text
 from rope_patch.tables import choose_layer_types
 
 FEW_WINDOWS = 4
@@ -155,8 +156,8 @@ def _suite(tokenizer: Any, options: ExtendSettings, task: str, trained: int) -> 
         suite = NeedleSuite(replace(largest, windows=None), tokenizer)
     if len(suite.windows) < FEW_WINDOWS:
         progress.say(
-            f"the text has room for {len(suite.windows)} windows of {options.length} tokens only, which tell small "
-            "differences poorly; a longer one (--text) has more"
+            f"the text has room for {count_text(len(suite.windows), 'window')} of {options.length} tokens only: small "
+            "differences are told poorly; a longer text (--text) has room for more"
         )
     return suite
 
@@ -172,15 +173,13 @@ def describe(model: PreTrainedModel, start: Start, out: Path) -> list[str]:
     lines.append(f"needle: {' or '.join(suite.task for suite in start.suites)}")
     every = (len(start.methods) + 1) * start.seconds
     lines.append(
-        f"a window of {length} tokens takes {duration_text(start.seconds)} at the speed measured now, "
-        f"{duration_text(every)} under all methods and the unpatched model"
+        f"a window of {length} tokens takes {duration_text(every)} under all methods and the unpatched model, at the "
+        "speed measured now"
     )
     in_all = duration_text(start.windows * start.seconds)
     lines.append(f"reads at most {start.windows * length:,} tokens in all, {in_all}")
     if start.windows <= len(start.methods):
         lines.append("note: by this speed --budget has no time for one window under all methods")
-    if options.train:
-        lines.append(f"trains on {plan_training(model, options, start.trained_length, length / start.seconds)}")
     dtype = str(model.dtype).removeprefix("torch.")
     try:
         memory = plan(model, length=length, dtype=dtype).reading
@@ -189,5 +188,13 @@ def describe(model: PreTrainedModel, start: Start, out: Path) -> list[str]:
     if memory:
         answer, weights, cache = (memory[part] / 2**30 for part in ("retrieval", "weights", "KV cache"))
         lines.append(f"memory: {answer:.2g} GiB in {dtype} (weights {weights:.2g}, KV cache {cache:.2g})")
+    if options.train:
+        training = plan_training(model, options, start.trained_length, length / start.seconds)
+        line = f"trains on {training}: about {duration_text(STEP_COST * training.tokens * start.seconds / length)}"
+        if memory:
+            saving = torch.accelerator.is_available()  # as train_adapter sets it
+            step = plan(model, length=training.row, dtype=dtype, checkpointing=saving).total / 2**30
+            line += f", {step:.2g} GiB"
+        lines.append(line)
     lines.append(f"writes {out}: the checkpoint, its card, report.html and all measurements")
     return lines

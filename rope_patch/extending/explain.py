@@ -128,12 +128,14 @@ def no_time(methods: Sequence[str], window: float, options: ExtendSettings) -> l
     """
     every = (len(methods) + 1) * window
     count = count_text(len(methods), "method")
-    help = f"--budget {budget_text(every, options)}, in which what is finished is used again"
-    if len(methods) > 1:
-        help += f", or fewer methods: for one of them --budget {budget_text(2 * window, options)} will do"
+    all_of_them = budget_text(every, options)
+    one = budget_text(2 * window, options)
+    help = f"--budget {all_of_them}, in which what is finished is used again"
+    if one != all_of_them:
+        help += f", or fewer methods: for one of them --budget {one} will do"
     return [
-        f"Nothing was written: a window of {options.length} tokens takes about {duration_text(window)} on this "
-        f"machine, {duration_text(every)} under {count} and the unpatched model, for which --budget has no time.",
+        f"Nothing was written: a window of {options.length} tokens takes about {duration_text(every)} under {count} "
+        "and the unpatched model on this machine, for which --budget has no time.",
         f"What would help: {help}.",
     ]
 

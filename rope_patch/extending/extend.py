@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def carry_out(
     *,
     overwrite: bool = False,
     owned: bool = False,
+    report: Callable[[Extended, Path], object] = lambda *_: None,
 ) -> Extended:
     """Measure, choose, train if asked to, and write; finished work is not repeated.
 
@@ -106,6 +107,7 @@ def carry_out(
         output: the folder to write.
         overwrite: whether to write into a folder that holds files.
         owned: whether nobody else needs the model, so that its weights are freed before others are loaded.
+        report: a function that writes the report of an outcome into a folder.
     """
     options = start.options
     work = work_folder(output)
@@ -145,7 +147,7 @@ def carry_out(
         return outcome
     owned = owned or chosen is not model
     with alone():
-        outcome = write_extended(outcome, output, chosen, tokenizer, overwrite=overwrite, owned=owned)
+        outcome = write_extended(outcome, output, chosen, tokenizer, overwrite=overwrite, owned=owned, report=report)
     # A second checkpoint, which the same command would write again.
     shutil.rmtree(work / MODEL_COPY, ignore_errors=True)
     return outcome

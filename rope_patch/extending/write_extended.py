@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -44,6 +45,7 @@ def write_extended(
     *,
     overwrite: bool,
     owned: bool = False,
+    report: Callable[[Extended, Path], object] = lambda *_: None,
 ) -> Extended:
     """Write the checkpoint, its card and its record.
 
@@ -55,6 +57,7 @@ def write_extended(
         overwrite: whether to replace what an earlier run wrote.
         owned: whether nobody needs the model any more when it is saved. Its weights are then freed, before the process
             that checks them loads its own.
+        report: a function that writes the report of an outcome into a folder.
 
     Returns:
         The outcome with what was written.
@@ -97,6 +100,7 @@ def write_extended(
         found = json.dumps(record(outcome) | {"rounds": rounds}, indent=1, allow_nan=False)
         write_atomically(folder / EXTEND_RECORD, found)
         write_atomically(folder / "README.md", checkpoint_card(outcome, base))
+        report(outcome, folder)
     return outcome
 
 

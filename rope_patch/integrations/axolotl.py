@@ -1,4 +1,4 @@
-"""The plug-in with which axolotl trains under a rotary patch; written from axolotl 0.19.0.
+"""The plug-in with which axolotl trains under a rotary patch; its hooks are those of axolotl 0.18.0.
 
     plugins: [rope_patch.integrations.axolotl.RopePatchPlugin]
     rope_patch: {method: yarn, target_length: 131072}

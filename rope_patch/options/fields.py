@@ -58,6 +58,7 @@ class Option:
         positional: whether the value stands on the command line without a name.
         name: the name on the command line, without dashes; by default that of the field.
         short: other names on the command line, such as ``-o``.
+        needs: of a section of another library, the keys that must be given, such as ``max_length=TOKENS``.
         default: the value if none is given; ``dataclasses.MISSING`` if one must be given.
         path: the names of the fields that lead to the option from the class that :func:`leaves` was called with.
     """
@@ -79,6 +80,7 @@ class Option:
     positional: bool = False
     name: str = ""
     short: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     default: Any = None
     path: tuple[str, ...] = ()
 
@@ -205,10 +207,8 @@ class OptionSet:
     """
 
     command: ClassVar[str] = ""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Further names that are accepted in files and overrides, and the option that each of them means."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Names of earlier versions, and what to write now; they raise."""
+    """Names of earlier versions or of other programs, and what to write instead; they raise."""
 
     def __init_subclass__(cls, command: str = "") -> None:
         """Store the name of the command."""

@@ -62,7 +62,8 @@ class DataOptions(OptionSet):
     source: str = word(
         "The documents: builtin (400 kB that ship with rope_patch, mostly Python source), a file, a folder (txt, md, "
         "json, jsonl, parquet, csv), or the hub id of a dataset. A column text holds texts (train.dataset_text_field "
-        "names another), a column messages conversations.",
+        "names another), a column messages conversations (or conversations, as ShareGPT has them), columns prompt and "
+        "completion what is asked and what is learned.",
         "builtin",
         metavar="PATH|ID",
     )
@@ -134,6 +135,14 @@ RENAMED = {
 }
 """The options of version 0.3 that TRL and PEFT have under names of their own."""
 
+REFUSED = {
+    "output_dir": "write output",
+    "train.output_dir": "write output",
+    "train.resume_from_checkpoint": "the same command continues from the last checkpoint",
+    "train.model_init_kwargs": "the recipe loads the model itself: write model.dtype, model.attention and so on",
+}
+"""Arguments of TRL that a run would ignore, and what to write or do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(OptionSet):
@@ -143,8 +152,7 @@ class RecipeOptions(OptionSet):
         ValueError: a value is out of its range, or two values exclude each other.
     """
 
-    aliases: ClassVar = {"output_dir": "output", "train.output_dir": "output"}
-    renamed: ClassVar = RENAMED
+    renamed: ClassVar = RENAMED | REFUSED
 
     model: ModelOptions = contained(ModelOptions, section=True)
     patch: PatchOptions = contained(PatchOptions, section=True)
@@ -155,6 +163,7 @@ class RecipeOptions(OptionSet):
     train: dict[str, Any] = foreign_section(
         "The training: arguments of TRL's SFTConfig, such as max_steps. max_length, the length of the rows, is needed.",
         None,
+        needs=("max_length=TOKENS",),
     )
     evaluation: EvaluationOptions = contained(EvaluationOptions, section=True)
     output: Path = shared.new_output(
@@ -220,8 +229,15 @@ class RecipeOptions(OptionSet):
 
     @property
     def lora_rank(self) -> int:
-        """The rank of the adapters; 0 if every weight is trained."""
-        return int(self.lora.get("r", 16))
+        """The rank of the adapters; 0 if every weight is trained.
+
+        Raises:
+            ValueError: it is no whole number.
+        """
+        rank = self.lora.get("r", 16)
+        if not isinstance(rank, int):
+            raise ValueError(f"lora.r must be a whole number, got {rank!r}")
+        return rank
 
     @property
     def target_length(self) -> int:
@@ -248,8 +264,7 @@ class FinetuneOptions(ImportOptions, command="finetune"):
     Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 train.max_length=16k output=out``
     """
 
-    aliases: ClassVar = RecipeOptions.aliases
-    renamed: ClassVar = RENAMED
+    renamed: ClassVar = RecipeOptions.renamed
 
     recipe: RecipeOptions = contained(RecipeOptions)
     config: tuple[str, ...] = word(

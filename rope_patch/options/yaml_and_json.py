@@ -44,11 +44,10 @@ def stated(kind: type[OptionSet], values: Mapping[str, Any], where: str = "") ->
     known = {leaf.key: leaf for leaf in leaves(kind)}
     foreign = {key for key, leaf in known.items() if leaf.kind is dict}
     sections = {key.rpartition(".")[0] for key in known} | foreign
-    for given, value in values.items():
-        name = kind.aliases.get(given, given)
+    for name, value in values.items():
         section, _, key = name.partition(".")
         if name in kind.renamed:
-            raise ValueError(f"{where}there is no {name} any more: {kind.renamed[name]}")
+            raise ValueError(f"{where}there is no option {name}: {kind.renamed[name]}")
         if name in sections:
             if value and not isinstance(value, Mapping):
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")

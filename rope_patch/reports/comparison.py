@@ -73,7 +73,11 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
     name = comparison.model.partition(" ")[2] or comparison.model
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
-    return Section(title, summary(comparison, columns), parts)
+    answer = summary(comparison, columns)
+    tied = [one for one in _longest(columns) if not any(other.significant for other in one.differences.values())]
+    if tied and len(comparison.rows) > 1 and not folded:
+        answer.append("More windows (--windows) or more prompts (--samples) may separate what these do not.")
+    return Section(title, answer, parts)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -88,14 +92,19 @@ def summary(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
         comparison: the comparison, of any number of methods.
         columns: the columns of the comparison.
     """
+    sentences = [_best(comparison, column) for column in _longest(columns)]
+    if any(column.metric == "mean" and column.span.task == "ruler" for column in columns):
+        sentences = [effective_sentence(row.label, row.scores) for row in comparison.rows] + sentences
+    return sentences
+
+
+def _longest(columns: Sequence[Column]) -> list[Column]:
+    """Return the column of the longest length of each metric and task, where all of its values are finite."""
     longest: dict[tuple[str, str | None], Column] = {}
     for column in columns:
         # Columns come in the order of their lengths, so that the longest one stays.
         longest[column.metric, column.span.task] = column
-    sentences = [_best(comparison, column) for column in longest.values() if all(map(math.isfinite, column.values))]
-    if ("mean", "ruler") in longest:
-        sentences = [effective_sentence(row.label, row.scores) for row in comparison.rows] + sentences
-    return sentences
+    return [column for column in longest.values() if all(map(math.isfinite, column.values))]
 
 
 def _best(comparison: Comparison, column: Column) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing; the dashes of options do not count."""
+    names = {name.lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.lstrip("-"), names, n=1)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 
 def printable(text: str) -> str:

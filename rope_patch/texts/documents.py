@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rope_patch.runtime.captions import count_text
 from rope_patch.texts.builtin_text import Corpus
 
 
@@ -194,7 +195,8 @@ def spread_windows(
         if windows > 1:
             advice = f"ask for fewer windows, or {advice}"
         raise ValueError(
-            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: {advice}"
+            f"{windows * size} tokens of text are needed for {count_text(windows, 'window')} of {longest} tokens, and "
+            f"the text has {total}: {advice}"
         )
     return cut_windows(stream, prefix, size, windows), text_digest(whole)
 

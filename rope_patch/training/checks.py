@@ -33,14 +33,17 @@ def build(kind: type[T], section: str, values: Mapping[str, Any]) -> T:
         values: the values by name.
 
     Raises:
-        ValueError: a name is unknown, or the library refuses a value.
+        ValueError: a name is unknown, a list is written as words, or the library refuses a value.
     """
+    types = {one.name: str(one.type) for one in fields(kind)}  # type: ignore[arg-type]
     defaults = {one.name: one.default for one in fields(kind) if one.init}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in defaults:
             raise ValueError(f"{section}: {kind.__name__} has no {name!r}.{did_you_mean(name, defaults)}")
         if isinstance(defaults[name], Real) and not isinstance(value, Real | None):
             raise ValueError(f"{section}.{name} must be a number, or true or false, got {value!r}")
+        if "list[str]" in types[name] and isinstance(value, str) and len(value.split()) > 1:
+            raise ValueError(f"{section}.{name} takes a list, such as [{', '.join(value.split())}], got {value!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

@@ -21,9 +21,12 @@ READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".p
 DOCUMENTS_CHECKED = 1000
 """Number of documents that are searched for one as long as a row; if there is none among them, the run is refused."""
 
+ROLES = {"human": "user", "gpt": "assistant"}
+"""The roles of ShareGPT by other names than chat templates have for them."""
+
 
 def read_documents(options: RecipeOptions) -> datasets.Dataset:
-    """Return the documents of a run.
+    """Return the documents of a run; conversations are in a column ``messages``, with the keys of chat templates.
 
     Raises:
         FileNotFoundError: there is no such file, folder or dataset.
@@ -48,10 +51,23 @@ def read_documents(options: RecipeOptions) -> datasets.Dataset:
             raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
     elif data.documents is not None:
         stream = datasets.load_dataset(data.source, data.config, split=data.split, streaming=True)
-        return datasets.Dataset.from_list(list(stream.take(data.documents)))
+        documents = datasets.Dataset.from_list(list(stream.take(data.documents)))
     else:
         documents = datasets.load_dataset(data.source, data.config, split=data.split)
-    return documents.select(range(min(len(documents), data.documents or len(documents))))
+    documents = documents.select(range(min(len(documents), data.documents or len(documents))))
+    if "conversations" in documents.column_names and "messages" not in documents.column_names:
+        documents = documents.map(as_messages, remove_columns="conversations")
+    return documents
+
+
+def as_messages(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages of a conversation of ShareGPT; TRL's own conversion would keep the roles human and gpt."""
+    messages = []
+    for turn in document["conversations"]:
+        if "from" in turn:
+            turn = {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        messages.append(turn)
+    return {"messages": messages}
 
 
 def builtin_documents(split: str, options: RecipeOptions) -> datasets.Dataset:
@@ -73,29 +89,34 @@ def text_files(source: str | Path) -> list[Path]:
 
 
 def length_of(document: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: RecipeOptions) -> int:
-    """Return the length of a document, a text or a conversation [tokens].
+    """Return the length of a document: a text, a conversation, or a prompt with its completion [tokens].
 
     Raises:
-        ValueError: the document has neither a text nor a conversation in the column that TRL reads.
+        ValueError: the document has none of them in the columns that TRL reads.
     """
     column = text_column(options)
-    for name in ("messages", "conversations"):
-        if document.get(name):
-            return len(tokenizer.apply_chat_template(document[name], return_dict=False))
-    if not isinstance(document.get(column), str):
+    content = document.get("messages") or document.get(column)
+    if "prompt" in document and "completion" in document:
+        content = document["prompt"] + document["completion"]
+    if isinstance(content, list):
+        return len(tokenizer.apply_chat_template(content, return_dict=False))
+    if not isinstance(content, str):
         raise ValueError(
-            f"there is no text in a column {column!r} and no conversation in a column 'messages': the data has "
-            f"{', '.join(document)}. train.dataset_text_field names the column of texts"
+            f"there is no text in a column {column!r}, no conversation in a column 'messages', and no 'prompt' with a "
+            f"'completion': the data has {', '.join(document)}. train.dataset_text_field names the column of texts"
         )
-    return len(tokenizer(document[column], verbose=False).input_ids)
+    return len(tokenizer(content, verbose=False).input_ids)
 
 
 def check_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, options: RecipeOptions) -> None:
     """Refuse data in which no document is as long as a row, and so no two tokens are a row apart.
 
     Raises:
-        ValueError: no document is as long as a row, and ``data.allow_short`` is not set; or there is none at all.
+        ValueError: no document is as long as a row, and ``data.allow_short`` is not set; there is none at all; or TRL
+            cannot tell the turns of the assistant from others.
     """
+    if options.train.get("assistant_only_loss"):
+        _check_turns(documents, tokenizer, options)
     longest = 0
     for document in itertools.islice(documents, DOCUMENTS_CHECKED):
         longest = max(longest, length_of(document, tokenizer, options))
@@ -108,6 +129,22 @@ def check_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerB
         "nothing could be learned about such distances. Give longer documents or a shorter train.max_length, or set "
         "data.allow_short=true to train on short documents joined into rows"
     )
+
+
+def _check_turns(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, options: RecipeOptions) -> None:
+    """Ask TRL, as its trainer does, for a chat template that marks the turns of the assistant."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+    from trl.data_utils import is_conversational
+
+    if not is_conversational(next(iter(documents), {})):
+        raise ValueError("train.assistant_only_loss=true needs conversations, in a column 'messages'")
+    template = tokenizer.chat_template
+    if template is None or options.train.get("chat_template_path") or has_generation_markers(template):
+        return
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"train.assistant_only_loss: {error}") from error
 
 
 def hold_out(

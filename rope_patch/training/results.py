@@ -94,6 +94,11 @@ def write_results(
     unpatched = "unpatched"
     if unpatched not in evaluations and not record.changed:
         unpatched = "before"
+    notes = []
+    if unpatched in evaluations:
+        notes = retrieval_warnings(evaluations, unpatched, trained_length(model))
+    elif options.evaluation.before:
+        notes.append("every weight was trained: for scores before it, rope-patch compare CHECKPOINT --methods default")
     state = trainer.state
     results: dict[str, Any] = {
         "command": command or " ".join(sys.argv),
@@ -110,7 +115,7 @@ def write_results(
         "before": None,
         **{name: metrics(scores) for name, scores in evaluations.items()},
         "changes": compared,
-        "notes": retrieval_warnings(evaluations, unpatched, trained_length(model)),
+        "notes": notes,
     }
     evaluated = {name: scores.to_dict() for name, scores in evaluations.items()}
     write_atomically(out / "evaluation.json", json.dumps(evaluated, allow_nan=False))

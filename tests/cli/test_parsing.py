@@ -77,6 +77,15 @@ def test_what_is_no_option_is_one_line(words, message):
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
 
 
+def test_dashes_make_no_two_options_alike():
+    assert invoke("kv-check", "--budget", "20s").stderr.startswith("error: unknown option --budget. rope-patch")
+
+
+def test_what_finetune_misses_is_written_as_on_its_pages():
+    line = "error: missing model.name=MODEL, train.max_length=TOKENS, output=FOLDER: "
+    assert invoke("finetune").stderr.startswith(line)
+
+
 def test_an_unknown_command_leads_to_the_nearest():
     result = invoke("compere")
     assert result.exit_code == 2 and "Did you mean 'compare'?" in result.stderr

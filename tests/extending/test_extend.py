@@ -30,6 +30,7 @@ from rope_patch.cli.parsing import parse_words
 from rope_patch.evaluation.finished_work import FinishedWork
 from rope_patch.evaluation.needle_suite import NeedleSuite
 from rope_patch.extending.begin import begin, candidates
+from rope_patch.extending.explain import no_time
 from rope_patch.extending.extend import choose_task, extend
 from rope_patch.extending.measure import Clock
 from rope_patch.extending.served_by import served_by
@@ -38,6 +39,7 @@ from rope_patch.extending.write_extended import write_extended
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.extend import ExtendOptions, ExtendSettings
 from rope_patch.options.yaml_and_json import options_from_dict, to_dict
+from rope_patch.planning import plan
 from rope_patch.runtime.progress import listen
 from rope_patch.texts.builtin_text import builtin_text
 
@@ -247,8 +249,14 @@ def test_a_budget_without_time_for_a_window_says_how_long_one_takes(short, tmp_p
     monkeypatch.setattr("rope_patch.evaluation.time_budget.tokens_per_second", lambda *_, **__: 1.0)
     arguments = ["--length", "512", "-o", tmp_path / "out", "--methods", "yarn pi nope", "--tasks", "passkey"]
     result = invoke("extend", LLAMA, *arguments, "--text", short, "--budget", "1m", "--dtype", "float32")
-    assert result.exit_code == 4 and "9 minutes" in result.stdout and "--budget 46m" in result.stdout
+    assert result.exit_code == 4 and "34 minutes" in result.stdout and "--budget 46m" in result.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_no_budget_is_advised_twice(llama):
+    options = options_from_dict(ExtendSettings, {"model": "m", "length": 512})
+    assert "".join(no_time(("yarn", "pi"), 0.1, options)).count("--budget 1m") == 1
+    assert "will do" in "".join(no_time(("yarn", "pi"), 60.0, options))
 
 
 def test_what_is_printed_is_short_and_the_rounds_are_asked_for(llama, short, tmp_path):
@@ -299,9 +307,33 @@ def test_a_dry_run_says_what_would_be_read_and_written_in_ten_lines(llama, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_says_how_long_a_training_takes_and_its_memory(llama, tmp_path, speed):
+    """8 rows of 512 tokens at a quarter of 1000 a second."""
+    arguments = ["--length", "512", "-o", tmp_path / "out", "--methods", "yarn", "--train", "--train-rows", "8"]
+    said = invoke("extend", LLAMA, *arguments, "--dry-run", "--dtype", "float32").stderr
+    step = plan(llama, length=512, dtype="float32", checkpointing=False).total / 2**30
+    assert f"trains on 8 rows of 512 tokens: about 17 seconds, {step:.2g} GiB" in said
+
+
+def test_a_folder_appears_with_its_report(llama, short, tmp_path, monkeypatch):
+    """What is interrupted in the report leaves no folder, which the same command would refuse to write into."""
+    arguments = ["extend", LLAMA, "--length", "512", "-o", tmp_path / "out", "--methods", "yarn", "--text", short]
+    monkeypatch.setattr("rope_patch.runtime.page.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert invoke(*arguments).exit_code == 130 and not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert invoke(*arguments).exit_code == 0 and (tmp_path / "out" / "report.html").is_file()
+
+
 def test_a_missing_text_is_an_error_before_the_model_is_loaded(tmp_path):
     result = invoke("extend", tmp_path / "no-model", "--length", "1k", "-o", tmp_path / "out", "--text", "missing.txt")
     assert result.exit_code == 2 and "missing.txt" in result.stderr
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    """For Gemma, transformers makes an empty tokenizer in its place."""
+    shutil.copytree(LLAMA.with_name("gemma3"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    result = invoke("extend", tmp_path / "model", "--length", "1k", "-o", tmp_path / "out")
+    assert result.exit_code == 2 and "model has no tokenizer" in result.stderr
 
 
 def test_a_patched_model_a_full_folder_and_the_checkpoint_itself_are_refused(llama, tmp_path):

@@ -1,15 +1,18 @@
 """The plug-in of axolotl: through axolotl's own plug-in manager where it is installed, else over a stub of its base.
 
-The stub has the hooks of axolotl 0.19.0 that the plug-in overrides.
+The stub has the hooks of axolotl 0.18.0 that the plug-in overrides.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.scored import bold_model
@@ -21,10 +24,11 @@ from rope_patch.patching.locate import locate
 
 pydantic = pytest.importorskip("pydantic")
 NAME = "rope_patch.integrations.axolotl"
+ROOT = Path(__file__).parents[2]
 
 
 class StubOfBasePlugin:
-    """The hooks of ``BasePlugin`` of axolotl 0.19.0 that are overridden."""
+    """The hooks of ``BasePlugin`` of axolotl 0.18.0 that are overridden."""
 
     def get_input_args(self): ...
 
@@ -89,3 +93,14 @@ def test_what_is_saved_has_its_record(plugin, tmp_path):
     args = TrainingArguments(str(tmp_path / "out"), max_steps=1, use_cpu=True, report_to=[], save_steps=1)
     Trainer(model, args, train_dataset=rows, callbacks=plugin.add_callbacks_pre_trainer(asked, model)).train()
     assert str(read_record(tmp_path / "out" / "checkpoint-1").to_method()) == "yarn:factor=4"
+
+
+def test_the_page_has_a_file_that_the_plug_in_takes_and_one_version_is_named(plugin):
+    page = (ROOT / "docs" / "trl.md").read_text("utf-8").partition("## axolotl")[2]
+    written = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])
+    module, _, name = plugin.get_input_args().rpartition(".")
+    assert written["plugins"] == [f"{NAME}.{type(plugin).__name__}"] and written["base_model"]
+    assert getattr(importlib.import_module(module), name)(rope_patch=written["rope_patch"])
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "rope_patch").rglob("*.py"), Path(__file__)]
+    texts = [file.read_text("utf-8") for file in files]
+    assert {version for text in texts for version in re.findall(r"axolotl (\d[\d.]*\d)", text)} == {"0.18.0"}

@@ -50,7 +50,7 @@ def script():
 
 def arguments(options):
     """The ``SFTConfig`` of a run on one GPU."""
-    given = script()["training_arguments"](options) | {"output_dir": "x", "report_to": "none"}
+    given = script()["training_arguments"](options) | {"output_dir": "x", "report_to": "none", "use_cpu": True}
     return build(script()["SFTConfig"], "train", given)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.texts.builtin_text import builtin_text
-from rope_patch.texts.documents import TokenDocument, documents, encode
+from rope_patch.texts.documents import TokenDocument, documents, encode, spread_windows
 
 
 def read(source):
@@ -132,3 +132,8 @@ def test_a_slow_tokenizer_gives_no_bytes():
     (document,) = encode(Slow(), "abc")
     assert document.ends is None and document.ids.tolist() == [97, 98, 99]
     assert perplexity(bold(), [TokenDocument("d", document.ids)], window=8).bits_per_byte is None
+
+
+def test_a_text_without_room_for_a_window_is_refused_in_words():
+    with pytest.raises(ValueError, match="for 1 window of 64 tokens, and the text has 2"):
+        spread_windows(TOKENIZER, "hi", 64)

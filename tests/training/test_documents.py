@@ -100,15 +100,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             read_documents(options(tmp_path / name))
 
 
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+@pytest.mark.parametrize("names", [("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")])
+def test_conversations_of_sharegpt_have_the_keys_and_roles_of_chat_templates(tmp_path, names):
+    key, text, *roles = names
+    turns = [{key: role, text: content} for role, content in zip(roles, ("hi", "yo"), strict=True)]
+    source = jsonl(tmp_path / "a.jsonl", [turns], "conversations")
+    documents = read_documents(options(source))
+    assert documents.column_names == ["messages"] and documents[0]["messages"] == TALK
+
+
 # --- lengths
 
 
 def test_the_length_is_that_of_the_text_or_of_the_rendered_conversation(chatty):
     asked = options("builtin")
     assert length_of({"text": story(1)}, TOKENIZER, asked) == len(TOKENIZER(story(1), verbose=False).input_ids)
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     rendered = chatty("<bos><user>\nhi<eos>\n<assistant>\nyo<eos>\n", add_special_tokens=False).input_ids
-    assert length_of({"messages": talk}, chatty, asked) == len(rendered)
+    assert length_of({"messages": TALK}, chatty, asked) == len(rendered)
+    assert length_of({"prompt": TALK[:1], "completion": TALK[1:]}, chatty, asked) == len(rendered)
+    assert length_of({"prompt": "a ", "completion": "b"}, chatty, asked) == length_of({"text": "a b"}, chatty, asked)
     other = options("builtin", "train.dataset_text_field=body")
     assert length_of({"body": "a b"}, TOKENIZER, other) == length_of({"text": "a b"}, TOKENIZER, asked)
     with pytest.raises(ValueError, match=r"column 'text'.*the data has body"):

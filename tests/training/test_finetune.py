@@ -125,6 +125,8 @@ def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
 def test_a_folder_of_another_run_or_of_something_else_is_refused(done, tmp_path):
     with pytest.raises(ValueError, match=r"patch\.method=yarn:factor=4 \(now pi:factor=4\)"):
         finetune(options(done.folder, "evaluation.every=2", "patch.method=pi:factor=4"))
+    with pytest.raises(ValueError, match=r"with train\.lr_scheduler_type=constant_with_warmup \(now cosine\):"):
+        finetune(options(done.folder, "evaluation.every=2", "train.lr_scheduler_type=cosine"))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("precious")
     shutil.copytree(LLAMA, tmp_path / "model")
@@ -318,6 +320,10 @@ def bases(tmp_path_factory):
     (folder / "scaled" / "config.json").write_text(scaled)
     (folder / "empty" / "model.safetensors").unlink()
     (folder / "short.txt").write_text("A short text. " * 5)
+    shutil.copytree(LLAMA, folder / "chatty")
+    (folder / "chatty" / "chat_template.jinja").write_text("{{ messages[1].content * 200 }}")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": turns}))
     return folder
 
 
@@ -333,6 +339,8 @@ def bases(tmp_path_factory):
         ["evaluation.text={bases}/short.txt"],
         ["train.lr_scheduler_type=steady"],
         ["train.max_step=5"],
+        ["model.name={bases}/chatty", "data.source={bases}/chat.jsonl", "train.assistant_only_loss=true"],
+        ["train.assistant_only_loss=true"],
         ["output={bases}"],
     ],
     ids=lambda words: words[0].replace("/", "-"),
@@ -396,7 +404,7 @@ def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_pat
         "evaluation.windows=0",
         "train.max_steps=1",
         "train.warmup_steps=0",
-        "evaluation.task=vt",
+        "evaluation.task=qa1",
     )
     result = finetune(options(tmp_path, *small, "patch.method=null"))
     (note,) = result.results["notes"]
@@ -443,6 +451,17 @@ def test_ways_to_train(words, tmp_path):
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
     assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
+
+
+def test_completions_of_prompts_are_learned_with_every_weight(tmp_path):
+    """There is no model without an adapter then, so the note leads to a comparison."""
+    rows = [json.dumps({"prompt": f"{number} and", "completion": " some more" * 60}) for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = ("lora.r=0", "train.max_steps=1", "train.learning_rate=0.001", f"data.source={tmp_path / 'rows.jsonl'}")
+    result = finetune(options(tmp_path / "run", *words, "evaluation.lengths=128"))
+    assert result.results["notes"] == [
+        "every weight was trained: for scores before it, rope-patch compare CHECKPOINT --methods default"
+    ]
 
 
 def test_qlora_trains_on_a_cpu_and_may_be_evaluated_on_the_way(tmp_path):

@@ -67,11 +67,6 @@ def test_keys_of_a_section_of_trl_stack_one_by_one(file):
     assert asked.train == {"max_length": 512, "max_steps": 9, "seed": 1} and asked.lora == {"r": 4, "lora_alpha": 3}
 
 
-@pytest.mark.parametrize("name", ["output_dir", "train.output_dir"])
-def test_the_name_that_trainers_give_the_output_is_accepted(name):
-    assert str(words(f"{name}=elsewhere").output) == "elsewhere"
-
-
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_name_of_the_earlier_version_raises_with_the_new_one(old, file):
     section, _, key = old.partition(".")
@@ -126,10 +121,15 @@ def test_words_that_are_text_stay_as_they_were_typed(text, tmp_path):
         ("patch.target_length=256", "longer than patch.target_length"),
         ("data.positions=pose", "patch.target_length"),
         ("data.positions=randpos", "patch.target_length"),
+        ("output_dir=y", "write output"),
+        ("train.output_dir=y", "write output"),
+        ("train.resume_from_checkpoint=y", "the same command continues"),
+        ('train.model_init_kwargs={"dtype": "float16"}', "write model.dtype"),
         ("train.max_length=long", "long"),
         ("train.max_length=null", "train.max_length"),
         ("train.max_steps=many", "train.max_steps must be a whole number"),
         ("lora.r=0", "model.dtype=float32"),
+        ("lora.r=8.5", "lora.r must be a whole number"),
         ("lora.r=0 model.quantization=nf4", "model.quantization"),
         ("data.positions=pose patch.target_length=1k train.packing_strategy=bfd", "train.packing_strategy"),
     ],
@@ -166,6 +166,7 @@ class Foreign:
     """Stands for a class of TRL, whose import takes seconds."""
 
     max_steps: int = 1
+    modules: list[str] | None = None
 
     def __post_init__(self):
         if self.max_steps + 0 < 0:
@@ -179,6 +180,8 @@ def test_what_a_library_refuses_is_said_with_the_name_of_the_section():
     for wrong in (-1, "many"):
         with pytest.raises(ValueError, match="max_steps"):
             build(Foreign, "train", {"max_steps": wrong})
+    with pytest.raises(ValueError, match=r"train\.modules takes a list, such as \[q_proj, v_proj\]"):
+        build(Foreign, "train", {"modules": "q_proj v_proj"})
 
 
 # --- the files of the recipe

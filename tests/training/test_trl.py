@@ -31,7 +31,7 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
         return forward(self, x, position_ids, *args, **kwargs)
 
     monkeypatch.setattr(PatchedRotary, "forward", watched)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
     code = code.replace(
         "max_steps=2,", "max_steps=2, save_steps=2, use_cpu=True, bf16=False, report_to=[],"
     )  # no GPU here
@@ -41,4 +41,5 @@ def test_the_page_trains_at_skipped_positions(tmp_path, monkeypatch):
         assert rope_patch.verify(rope_patch.load(folder)).method == "yarn:factor=4"
         assert rope_patch.verify(folder).method == "yarn:factor=4"  # the tokenizer beside it, too
         assert rope_patch.verify(AutoPeftModelForCausalLM.from_pretrained(folder)).method == "yarn:factor=4"
-    assert rope_patch.verify(rope_patch.load("llama-patched")).method == "yarn:factor=4"
+    for folder in ("llama-patched", "llama-merged"):
+        assert rope_patch.verify(rope_patch.load(folder)).method == "yarn:factor=4"
