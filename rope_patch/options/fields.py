@@ -207,6 +207,8 @@ class OptionSet:
     """
 
     command: ClassVar[str] = ""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Further names that are accepted in files and overrides, and the option that each of them means."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Names of earlier versions or of other programs, and what to write instead; they raise."""
 

@@ -136,7 +136,6 @@ RENAMED = {
 """The options of version 0.3 that TRL and PEFT have under names of their own."""
 
 REFUSED = {
-    "output_dir": "write output",
     "train.output_dir": "write output",
     "train.resume_from_checkpoint": "the same command continues from the last checkpoint",
     "train.model_init_kwargs": "the recipe loads the model itself: write model.dtype, model.attention and so on",
@@ -152,6 +151,7 @@ class RecipeOptions(OptionSet):
         ValueError: a value is out of its range, or two values exclude each other.
     """
 
+    aliases: ClassVar = {"output_dir": "output"}
     renamed: ClassVar = RENAMED | REFUSED
 
     model: ModelOptions = contained(ModelOptions, section=True)
@@ -264,6 +264,7 @@ class FinetuneOptions(ImportOptions, command="finetune"):
     Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 train.max_length=16k output=out``
     """
 
+    aliases: ClassVar = RecipeOptions.aliases
     renamed: ClassVar = RecipeOptions.renamed
 
     recipe: RecipeOptions = contained(RecipeOptions)

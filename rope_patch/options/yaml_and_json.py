@@ -44,7 +44,8 @@ def stated(kind: type[OptionSet], values: Mapping[str, Any], where: str = "") ->
     known = {leaf.key: leaf for leaf in leaves(kind)}
     foreign = {key for key, leaf in known.items() if leaf.kind is dict}
     sections = {key.rpartition(".")[0] for key in known} | foreign
-    for name, value in values.items():
+    for given, value in values.items():
+        name = kind.aliases.get(given, given)
         section, _, key = name.partition(".")
         if name in kind.renamed:
             raise ValueError(f"{where}there is no option {name}: {kind.renamed[name]}")

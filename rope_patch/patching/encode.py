@@ -168,6 +168,8 @@ def encode_tables(location: Location, method: Method, options: PatchRequest, *, 
     parameters = settings["rope_parameters"]
     if None not in after:
         settings.pop(ORIGINAL, None)
+    elif settings.get(ORIGINAL) is not None and ORIGINAL in parameters:  # in Phi-3
+        settings[ORIGINAL] = parameters[ORIGINAL]
     for stated in (parameters, *parameters.values()):
         if isinstance(stated, dict) and stated.get("type") in ROPE_TYPES:
             stated["type"] = stated["rope_type"]

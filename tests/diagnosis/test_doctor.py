@@ -460,3 +460,11 @@ def test_what_doctor_refuses(arguments, error):
     model, programs = arguments
     with pytest.raises(error):
         doctor(model, for_programs=programs)
+
+
+def test_a_patched_phi_3_states_one_original_context(tmp_path):
+    plain = tiny_model("phi3", max_position_embeddings=256, original_max_position_embeddings=256)
+    plain.save_pretrained(tmp_path / "base")
+    for method in ("yarn", "p_rope:p=0.5", "pi"):
+        patch_folder(tmp_path / "base", method, tmp_path / method, target_length=512)
+        assert doctor(tmp_path / method).ok, doctor(tmp_path / method)

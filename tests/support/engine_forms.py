@@ -58,7 +58,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3_moe": {},
     "qwen3_next": {},
-    "qwen3_5_text": {},
     "ernie4_5": {},
     "ernie4_5_moe": {},
     "hunyuan_v1_dense": {"head_dim": 128},

@@ -86,14 +86,16 @@ def rows_of(
     own: Mapping[tuple[str, Form], EngineAnswer],
 ) -> dict[str, Any]:
     """Return what a program does, by form; families of which it does the same share a row."""
-    incomplete = {family for family, _ in answers} - {key[0] for key, answer in answers.items() if not _lacks(answer)}
+    # Where every config of a family fails, keys may be missing that published ones have, or be written otherwise there:
+    # nothing is known, unless the program says that it does not know the family.
+    known = {key[0] for key, answer in answers.items() if answer.layers or _is_unsupported(answer)}
     parts: dict[str, dict[str, dict[str, list[str]]]] = {"tables": {}, "layers": {}}
     for key, answer in answers.items():
         family, form = key
         seen = verdict_of(answer, own[key], forms.stated[key].tables)
         if form.layers and (_lacks(answer) or set(seen.values()) & set(OTHER_TABLES)):
             continue  # which layers the program takes is not seen where it builds another table
-        if seen and family not in incomplete:
+        if seen and family in known:
             shortened = json.dumps({kind: text[:LONGEST] for kind, text in seen.items()})
             part, name = ("layers", form.layers) if form.layers else ("tables", form.tables)
             families = parts[part].setdefault(name, {}).setdefault(shortened, [])
@@ -110,12 +112,13 @@ def rows_of(
 
 
 def _lacks(answer: EngineAnswer) -> bool:
-    """Tell whether a program misses keys in a config.
-
-    Where it does so in every form of a family, they are keys that published checkpoints have and the defaults of
-    transformers' class do not: nothing is known of the family.
-    """
+    """Tell whether a program misses keys in a config, which published checkpoints may have."""
     return "missing" in answer.error and "required" in answer.error
+
+
+def _is_unsupported(answer: EngineAnswer) -> bool:
+    """Tell whether a program says that it does not know the family of a config."""
+    return "not supported" in answer.error or "does not recognize" in answer.error
 
 
 def write(program: str, rows: Mapping[str, Any]) -> None:

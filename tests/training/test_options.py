@@ -103,6 +103,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text, tmp_path):
     (tmp_path / "a.yaml").write_text(to_yaml(parsed), encoding="utf-8")
     assert recipe(tmp_path / "a.yaml") == parsed == options_from_dict(RecipeOptions, to_dict(parsed))
     assert words("model.revision=null").model.revision is None
+    assert str(words("output=x", "output_dir=y").output) == "y", "TRL's name of it"
 
 
 # --- what is refused
@@ -121,7 +122,6 @@ def test_words_that_are_text_stay_as_they_were_typed(text, tmp_path):
         ("patch.target_length=256", "longer than patch.target_length"),
         ("data.positions=pose", "patch.target_length"),
         ("data.positions=randpos", "patch.target_length"),
-        ("output_dir=y", "write output"),
         ("train.output_dir=y", "write output"),
         ("train.resume_from_checkpoint=y", "the same command continues"),
         ('train.model_init_kwargs={"dtype": "float16"}', "write model.dtype"),

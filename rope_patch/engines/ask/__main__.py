@@ -34,14 +34,19 @@ def answer_of(engine: Any, path: str) -> dict[str, Any]:
     try:
         model = engine.model_of(path)
     except Exception as error:
-        return {"error": _text(error)}
+        return {_kind(error): _text(error)}
     try:
         answer = engine.layers_of(model)
     except (AttributeError, NotImplementedError) as error:  # parts of the model have other names than here
         return {"unread": _text(error)}
     except Exception as error:
-        return {"error": _text(error)}
+        return {_kind(error): _text(error)}
     return {**answer, "layers": [table_of(layer) for layer in answer["layers"]]}
+
+
+def _kind(error: Exception) -> str:
+    """Return what an error is: one that the missing weights cause says nothing of the engine."""
+    return "unread" if "meta tensor" in str(error) else "error"
 
 
 def _text(error: Exception) -> str:

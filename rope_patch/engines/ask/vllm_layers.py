@@ -17,8 +17,8 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-def model_of(path: str) -> tuple[Any, int]:
-    """Return the model of a checkpoint without its weights, and the context that it would serve."""
+def model_of(path: str) -> tuple[Any, Any]:
+    """Return the model of a checkpoint without its weights, and vLLM's own config."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -31,12 +31,13 @@ def model_of(path: str) -> tuple[Any, int]:
     with set_current_vllm_config(config):
         _one_process()
         with torch.device("meta"):
-            return initialize_model(vllm_config=config), config.model_config.max_model_len
+            return initialize_model(vllm_config=config), config
 
 
-def layers_of(model: tuple[Any, int]) -> dict[str, Any]:
+def layers_of(model: tuple[Any, Any]) -> dict[str, Any]:
     """Return the context and the layers of a model."""
-    network, context = model
+    network, config = model
+    context = config.model_config.max_model_len
     layers = []
     for module in network.modules():
         attention: Any = getattr(module, "attn", None)
@@ -48,6 +49,15 @@ def layers_of(model: tuple[Any, int]) -> dict[str, Any]:
                 context = min(context, len(table))  # it has no cos and sin for positions beyond
                 cos, sin = _at_position_1(table)
             layers.append({"cos": cos, "sin": sin, "window": attention.sliding_window})
+    if all(layer["cos"] is None for layer in layers):
+        if "transformers" not in type(network).__module__:
+            raise NotImplementedError("no layer has a rotary table where it was looked for")
+        import transformers_layers  # vLLM runs the layers of transformers, with attention of its own
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(config):
+            tables = transformers_layers.layers_of(transformers_layers.model_of(config.model_config.model))["layers"]
+        layers = [table | {"window": layer["window"]} for table, layer in zip(tables, layers, strict=True)]
     return {"context": context, "layers": layers}
 
 
