@@ -65,7 +65,7 @@ def test_eight_windows_are_read_by_default_or_as_many_as_the_text_has_room_for(t
     for length, windows in ((tokens // 20, 8), (tokens // 3 + 1, 3)):  # each begins with a special token
         suite = EvalSuite(EvalSpec([length], tasks=[]), tokenizer, text=TEXT)
         assert len(suite.windows) == windows
-    with pytest.raises(ValueError, match=f"need {4 * (tokens // 3)} tokens"):
+    with pytest.raises(ValueError, match=f"{4 * (tokens // 3)} tokens of text are needed"):
         EvalSuite(EvalSpec([length], windows=4, tasks=[]), tokenizer, text=TEXT)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from rope_patch.evaluation.retrieval import generate_answers
 from rope_patch.evaluation.retrieval.generate_answers import answer_prompts
+from rope_patch.evaluation.retrieval.prompts import Prompt
 from rope_patch.modeling import reader
 from rope_patch.modeling.read_at_once import scored_at_once
 from rope_patch.modeling.reader import Reader, losses
@@ -117,7 +117,7 @@ def read_text(model, length):
 
 def answer(model, length):
     """Answer two prompts, which part near their end."""
-    prompt = SimpleNamespace(ids=(0,) * length, answer=6)
+    prompt = Prompt("", "", (0,) * length, 6, ("",), (6,), (0.5,))
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(generate_answers, "_trunk", lambda ids: (1, [length - length // 64, length]))
         answer_prompts(Reader(model), [[prompt], [prompt]])

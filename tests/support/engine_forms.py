@@ -76,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "apertus": {},
     "bamba": {"attn_layer_indices": [3, 7]},
-    "falcon_h1": {},
+    "falcon_h1": {"head_dim": 128},  # published configs state it, and MLX has another default
     "lfm2": {},
     "persimmon": {},
     "nanochat": {},
