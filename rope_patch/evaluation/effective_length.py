@@ -42,6 +42,8 @@ def effective_sentence(name: str, result: EvalResult) -> str:
     metric = METRICS["mean"]
     shortest = next(span for span in metric.spans(result.spec) if span.task == "ruler")
     own = OWN_SHARE * metric.value(result, shortest)
+    if own == 0:
+        return f"{name}: no part of RULER-11 is right at {shortest.stop} tokens already, so that nothing can be told."
     by_ruler, by_own = (effective_length(result, threshold) or "none" for threshold in (RULER_THRESHOLD, own))
     return (
         f"{name}: effective length {by_ruler} by RULER's threshold, a mean above {RULER_THRESHOLD:.1%} of RULER-11; "

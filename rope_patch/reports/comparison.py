@@ -20,6 +20,7 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.tasks import TASKS, Task
 from rope_patch.runtime import page as pages
 from rope_patch.runtime import plots
 from rope_patch.runtime.captions import count_text, names_text, windows_text
@@ -57,11 +58,15 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     ]
     names = short_names(row.method for row in comparison.rows)
     comparison = replace(comparison, rows=tuple(replace(row, method=names[row.method]) for row in comparison.rows))
-    columns = comparison.columns()
+    every = comparison.columns()
+    suites = dict.fromkeys(str(column.span.task) for column in every if column.metric == "mean")
+    # Of a suite that is asked whole the mean is shown, and its tasks in a table of their own.
+    columns = [column for column in every if TASKS.get(str(column.span.task), Task).suite not in suites]
     parts = [
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
         _scores(comparison, columns),
         *_changes(comparison, columns, folded=folded),
+        *(_by_task(comparison, suite, every) for suite in suites),
         *_curves(comparison),
         *(figure for task in comparison.spec.tasks for figure in _map(comparison, task)),
         pages.facts(facts, comparison.environment),
@@ -70,7 +75,8 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     sizes = []
     if text:
         sizes.append(count_text(text.windows, "window"))
-    sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in comparison.spec.tasks]
+    asked = [*suites, *(task for task in comparison.spec.tasks if TASKS[task].suite not in suites)]
+    sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in asked]
     name = comparison.model.partition(" ")[2] or comparison.model
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
     answer = summary(comparison, columns)
@@ -223,6 +229,15 @@ def _changes(comparison: Comparison, columns: Sequence[Column], *, folded: bool)
         "itself; ppl in percent. ≈ is not shown to differ. The signs above are corrected for all pairs of methods."
     )
     return [_table(f"Change from {base_name}", others, columns, cell, caption, folded=folded)]
+
+
+def _by_task(comparison: Comparison, suite: str, columns: Sequence[Column]) -> DataTable:
+    """Return the table of the tasks of a suite, with the right answers of each method, by length."""
+    rows: list[Cells] = []
+    for column in columns:
+        if column.metric == "retrieval" and TASKS[str(column.span.task)].suite == suite:
+            rows.append([column.heading, *map(number_text, column.values)])
+    return DataTable(f"Tasks of {suite}", ["Task", *comparison.scores], rows, "The share of right answers, by length.")
 
 
 def change_cell(metric: Metric, change: PairedDifference, style: str = "") -> Cell:

@@ -10,6 +10,7 @@ from support.evaluated import compared, result_of, retrieval_of
 from support.prompting import HAY, TOKENIZER, bold
 
 import rope_patch
+from rope_patch.evaluation.effective_length import effective_sentence
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.tasks import members
 
@@ -46,4 +47,8 @@ def test_the_command_says_the_effective_length_of_each_method(tmp_path):
     llama = rope_patch.data_path("assets") / "llama"
     asked = ("--tasks", "ruler", "--lengths", "1100", "--samples", 1, "--depths", 0.5, "--windows", 0, "--no-report")
     said = run("compare", llama, "--methods", "default", *asked, "-o", tmp_path / "out")
-    assert "default: effective length none by RULER's threshold, a mean above 85.6% of RULER-11" in said
+    assert "default: no part of RULER-11 is right at 1100 tokens already" in said
+    assert "mean of ruler 1100" in said and "niah_single_3 1100" in said, "the tasks have a table of their own"
+    assert "Log-probability" not in said
+    sentence = effective_sentence("yarn", scores({4096: 0.8, 8192: 0.7}))
+    assert "effective length none by RULER's" in sentence and "4096 by 90% of its own mean at 4096" in sentence
