@@ -15,6 +15,7 @@ from support.tiny import tiny_model
 
 import rope_patch
 from rope_patch.engines.asking import ask
+from rope_patch.engines.readings import reading_asked
 from rope_patch.engines.verdicts import (
     DEFAULT_BASE,
     DROPPED,
@@ -129,19 +130,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_doctor_asks_the_python_that_it_is_given_if_it_has_that_version(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    command = ("doctor", tmp_path / "model", "--for", "transformers-4", "--python")
-    assert f"has transformers {transformers.__version__}" in fail(*command, sys.executable)
+    with pytest.raises(ValueError, match=f"has transformers {transformers.__version__}"):
+        ask("transformers-4", [llama()], sys.executable)
     python = tmp_path / "python"
     python.write_text(AS_VERSION_4)
     python.chmod(0o755)
-    said = run(*command, python)
+    said = run("doctor", tmp_path / "model", "--for", "transformers-4", "--python", python)
     assert "4.57.6, asked" in said and "it computes the same table" in said
-    # One table at each length: an answer about one of them says nothing of the others.
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    tiny_model("llama", rope_parameters=dynamic).save_pretrained(tmp_path / "dynamic")
-    found = rope_patch.doctor(tmp_path / "dynamic", for_programs=["transformers-4"], python=python)
-    (check,) = [check for check in found.checks if "transformers 4" in check.name]
-    assert check.state == "unknown" and "changes with the length" in check.found and not check.fix
+
+
+def test_an_answer_about_a_table_that_changes_with_the_length_says_nothing(answered):
+    _, answer = answered["the same"]
+    found = reading_asked(answer, answer, stated_of(llama(rope_type="dynamic", factor=2.0)))
+    assert "changes with the length" in found.unknown and found.asked
 
 
 def test_llama_cpp_is_asked_about_files_alone(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
-from support.commands import run
 from support.evaluated import compared, result_of, retrieval_of
 from support.prompting import HAY, TOKENIZER, bold
 
@@ -13,6 +12,8 @@ import rope_patch
 from rope_patch.evaluation.effective_length import effective_sentence
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.tasks import members
+from rope_patch.reports import comparison as report
+from rope_patch.runtime.page import render
 
 RULER = members("ruler")
 
@@ -33,22 +34,21 @@ def test_the_effective_length_is_the_last_before_the_score_falls():
 
 
 def test_the_mean_is_over_tasks_and_pairs_haystacks_by_their_number():
-    asked = {"tasks": ["ruler"], "lengths": (1200, 1300), "depths": (0.2, 0.8), "samples": 2, "windows": 0}
-    made = compared(bold(), TOKENIZER, ["default", "pi:factor=2"], haystack=HAY, **asked)
+    asked = {"tasks": ["ruler"], "lengths": (1100,), "depths": (0.5,), "samples": 2, "windows": 0}
+    made = compared(bold(), TOKENIZER, ["default"], haystack=HAY, **asked)
     assert made.spec.tasks == tuple(RULER) and len(RULER) == 11
-    (first, second) = [column for column in made.columns() if column.metric == "mean"]
-    assert (first.heading, second.heading) == ("mean of ruler 1200", "mean of ruler 1300")
-    for row, value in zip(made.rows, first.values, strict=True):
-        assert value == pytest.approx(fmean(row.scores.retrieval[task].accuracy(1200) for task in RULER))
-    assert len(METRICS["mean"].values(made.rows[0].scores, first.span)) == 2, "one value for each haystack"
+    (column,) = [column for column in made.columns() if column.metric == "mean"]
+    scores_of_all = made.rows[0].scores
+    assert column.values == pytest.approx([fmean(scores_of_all.retrieval[task].accuracy(1100) for task in RULER)])
+    assert len(METRICS["mean"].values(scores_of_all, column.span)) == 2, "one value for each haystack"
+    shown = render(report.page([made]))
+    (first, _) = report.summary(made, [column])
+    assert first == effective_sentence("default", scores_of_all)
+    assert "Tasks of ruler" in shown and "niah_single_3 1100" in shown, "the tasks have a table of their own"
+    assert "Log-probability" not in shown
 
 
-def test_the_command_says_the_effective_length_of_each_method(tmp_path):
-    llama = rope_patch.data_path("assets") / "llama"
-    asked = ("--tasks", "ruler", "--lengths", "1100", "--samples", 1, "--depths", 0.5, "--windows", 0, "--no-report")
-    said = run("compare", llama, "--methods", "default", *asked, "-o", tmp_path / "out")
-    assert "default: no part of RULER-11 is right at 1100 tokens already" in said
-    assert "mean of ruler 1100" in said and "niah_single_3 1100" in said, "the tasks have a table of their own"
-    assert "Log-probability" not in said
+def test_the_sentence_has_both_thresholds():
     sentence = effective_sentence("yarn", scores({4096: 0.8, 8192: 0.7}))
+    assert "no part of RULER-11 is right at 4096" in effective_sentence("default", scores({4096: 0.0}))
     assert "effective length none by RULER's" in sentence and "4096 by 90% of its own mean at 4096" in sentence
