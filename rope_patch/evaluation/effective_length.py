@@ -11,24 +11,23 @@ OWN_SHARE = 0.9
 """Share of its own score at the shortest length that a model keeps within its effective length, where it is small."""
 
 
-def effective_length(result: EvalResult, threshold: float = RULER_THRESHOLD, *, suite: str = "ruler") -> int:
-    """Return the last length up to which the mean over the tasks of a suite is above a threshold [tokens].
+def effective_length(result: EvalResult, threshold: float = RULER_THRESHOLD) -> int:
+    """Return the last length up to which the mean over RULER's tasks is above a threshold [tokens].
 
     Args:
-        result: the scores of one model, of a spec whose tasks are those of the suite.
-        threshold: the least mean, in [0, 1].
-        suite: the name of the suite.
+        result: the scores of one model, of a spec whose tasks are ``["ruler"]``.
+        threshold: the mean that a length must exceed, in [0, 1].
 
     Returns:
         The length; 0 if the mean is at or below the threshold at the shortest length already.
 
     Raises:
-        ValueError: not all tasks of the suite were asked.
+        ValueError: not all of RULER's tasks were asked.
     """
     metric = METRICS["mean"]
-    spans = [span for span in metric.spans(result.spec) if span.task == suite]
+    spans = [span for span in metric.spans(result.spec) if span.task == "ruler"]
     if not spans:
-        raise ValueError(f"not all tasks of {suite} were asked: give tasks=[{suite!r}]")
+        raise ValueError("not all of RULER's tasks were asked: give tasks=['ruler']")
     reached = 0
     for span in spans:
         if metric.value(result, span) <= threshold:
@@ -43,7 +42,7 @@ def effective_sentence(name: str, result: EvalResult) -> str:
     shortest = next(span for span in metric.spans(result.spec) if span.task == "ruler")
     own = OWN_SHARE * metric.value(result, shortest)
     if own == 0:
-        return f"{name}: no part of RULER-11 is right at {shortest.stop} tokens already, so that nothing can be told."
+        return f"{name}: no part of RULER-11 is right at {shortest.stop} tokens already: a floor is no evidence."
     by_ruler, by_own = (effective_length(result, threshold) or "none" for threshold in (RULER_THRESHOLD, own))
     return (
         f"{name}: effective length {by_ruler} by RULER's threshold, a mean above {RULER_THRESHOLD:.1%} of RULER-11; "

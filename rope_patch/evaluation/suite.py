@@ -19,6 +19,7 @@ from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.measure import RetrievalResult, retrieval
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.reader import CacheFactory, KnownStates
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.texts.builtin_text import Corpus, builtin_text
@@ -81,8 +82,9 @@ def retrieval_warnings(scores: Mapping[str, EvalResult], unpatched: str, trained
         best = [(length, max(of_task, key=methodcaller("accuracy", length))) for length in within]
         length, result = min(best, key=lambda pair: pair[1].accuracy(pair[0]))
         if result.accuracy(length) < ANSWERED_SHARE:
+            asked = f"parts of {task}" if TASKS[task].joined else task
             warnings.append(
-                f"{subject} answers {result.answered(length)} {task} prompts of {length} tokens, within the trained "
+                f"{subject} answers {result.answered(length)} {asked} prompts of {length} tokens, within the trained "
                 f"length of {trained_length}{unmeasured}, so longer prompts may be too hard for the model with any "
                 "table. Ask easier ones: rope-patch compare with --tasks passkey, another --haystack or another "
                 "--chat-template"

@@ -156,8 +156,8 @@ def _suite(tokenizer: Any, options: ExtendSettings, task: str, trained: int) -> 
         suite = NeedleSuite(replace(largest, windows=None), tokenizer)
     if len(suite.windows) < FEW_WINDOWS:
         progress.say(
-            f"the text has room for {count_text(len(suite.windows), 'window')} of {options.length} tokens only: small "
-            "differences are told poorly; a longer text (--text) has room for more"
+            f"the text has room for {count_text(len(suite.windows), 'window')} of {options.length} tokens only, too "
+            "few to see small differences; a longer text (--text) has room for more"
         )
     return suite
 

@@ -29,7 +29,7 @@ def test_the_effective_length_is_the_last_before_the_score_falls():
     assert rope_patch.effective_length(result) == 8192, "what comes after a fall does not count"
     assert rope_patch.effective_length(result, 0.7) == 32768
     assert rope_patch.effective_length(scores({4096: 0.8, 8192: 1.0})) == 0
-    with pytest.raises(ValueError, match="ruler"):
+    with pytest.raises(ValueError, match="RULER"):
         rope_patch.effective_length(scores({4096: 1.0}, RULER[1:]))
 
 

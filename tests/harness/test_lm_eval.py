@@ -366,6 +366,7 @@ def test_each_file_is_a_task_and_the_group_holds_those_of_retrieval():
     files = {path.stem: load_yaml(path) for path in TASKS.glob("*.yaml")}
     group, ruler = files.pop("rope_retrieval"), files.pop("rope_ruler")
     assert set(ruler["task"]) <= set(group["task"]) and len(ruler["task"]) == 11
+    assert {metric["metric"] for metric in ruler["aggregate_metric_list"]} == {str(256 << i) for i in range(10)}
     assert set(group["task"]) == set(files) - {"rope_ppl"}
     kinds = {config["dataset_kwargs"]["task"] for name, config in files.items() if name in group["task"]}
     assert kinds == set(lm_eval_tasks.TASKS), "every task of the engine has a file"

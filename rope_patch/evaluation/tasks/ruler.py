@@ -218,16 +218,15 @@ class VariableTracking(Task, name="vt"):
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question that asks for all variables of the chain."""
-        example, answer = self.chain(3, spread(WHOLE, 5), draw)
+        example = self.chain(3, spread(WHOLE, 5), draw)
         lines = [f" {NOISE}\n"] * 10
         for place, (_, link) in enumerate(example.hidden):
             lines.insert(3 * place, link)
-        worked = example.opening + "".join(lines).lstrip() + example.text + example.answer_prefix + answer
-        question, _ = self.chain(5, spread(depths, 5), draw, worked + "\n\n\n\n")
-        return [question]
+        worked = example.opening + "".join(lines).lstrip() + example.text + example.answer_prefix + example.target
+        return [self.chain(5, spread(depths, 5), draw, worked + "\n\n\n\n")]
 
-    def chain(self, letters: int, depths: Sequence[float], draw: Draw, before: str = "") -> tuple[Question, str]:
-        """Return a question about a chain of variables with names of so many letters, and its answer.
+    def chain(self, letters: int, depths: Sequence[float], draw: Draw, before: str = "") -> Question:
+        """Return a question about a chain of variables with names of so many letters.
 
         Args:
             letters: the number of letters of a name.
@@ -241,7 +240,7 @@ class VariableTracking(Task, name="vt"):
         value = draw.numbers(1, 5)[0]
         links = [f" VAR {names[0]} = {value}"]
         links += [f" VAR {name} = VAR {last} " for last, name in itertools.pairwise(names)]
-        question = Question(
+        return Question(
             hidden=tuple(zip(depths, links, strict=True)),
             text=f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
             answer_prefix=(
@@ -256,7 +255,6 @@ class VariableTracking(Task, name="vt"):
             ),
             separator=" ",
         )
-        return question, question.answer(len(names))
 
 
 @functools.cache
