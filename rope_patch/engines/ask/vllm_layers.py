@@ -52,13 +52,21 @@ def layers_of(model: tuple[Any, Any]) -> dict[str, Any]:
     if all(layer["cos"] is None for layer in layers):
         if "transformers" not in type(network).__module__:
             raise NotImplementedError("no layer has a rotary table where it was looked for")
-        import transformers_layers  # vLLM runs the layers of transformers, with attention of its own
-        from vllm.config import set_current_vllm_config
+        layers = _of_transformers(config, layers)
+    return {"context": context, "layers": layers}
 
+
+def _of_transformers(config: Any, layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return layers with their tables where vLLM runs those of transformers, with attention of its own."""
+    import transformers_layers
+    from vllm.config import set_current_vllm_config
+
+    try:
         with set_current_vllm_config(config):
             tables = transformers_layers.layers_of(transformers_layers.model_of(config.model_config.model))["layers"]
-        layers = [table | {"window": layer["window"]} for table, layer in zip(tables, layers, strict=True)]
-    return {"context": context, "layers": layers}
+        return [table | {"window": layer["window"]} for table, layer in zip(tables, layers, strict=True)]
+    except Exception as error:  # vLLM itself has built the model, so that this says nothing of it
+        raise NotImplementedError(f"the layers of transformers could not be read: {error}") from error
 
 
 def _one_process() -> None:
