@@ -269,6 +269,7 @@ def compare(
     suite = as_suite(spec, tokenizer)
     places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     work = open_work(model, resume)
+    suite.mark_key_tokens(model, resume=work)
     rows = []
     for name, in_place in places.items():
         with in_place() as tables, progress.stage(name):

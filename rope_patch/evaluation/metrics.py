@@ -164,15 +164,22 @@ class Perplexity(Metric, name="perplexity"):
     heading = "ppl"
     difference_name = "nll"
 
+    def scores(self, result: EvalResult) -> PerplexityResult:
+        """Return the losses that are measured."""
+        if result.perplexity is None:
+            raise ValueError("no window of text was measured: give windows >= 1")
+        return result.perplexity
+
     def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return the mean loss of each window [nats/token]."""
-        score = _text_of(result)
+        """Return the mean loss of each window that has tokens there [nats/token]."""
+        score = self.scores(result)
         inside = score.inside(span.start or 0, span.stop)
-        return [sum(d.nll[i] for i in inside) / sum(d.tokens[i] for i in inside) for d in score.documents]
+        sums = [(sum(one.nll[i] for i in inside), sum(one.tokens[i] for i in inside)) for one in score.documents]
+        return [nll / tokens for nll, tokens in sums if tokens]
 
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the perplexity over all tokens."""
-        return _text_of(result).between(span.start or 0, span.stop)
+        return self.scores(result).between(span.start or 0, span.stop)
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return safe if the whole interval is within the tolerance, and unsafe if it is beyond it, on either side."""
@@ -182,6 +189,36 @@ class Perplexity(Metric, name="perplexity"):
         if -limit <= change.low and change.high <= limit:
             return "safe"
         return "undecided"
+
+
+class KeyPerplexity(Perplexity, name="key_perplexity"):
+    """Perplexity of the tokens that the unpatched model predicts well from the long context alone."""
+
+    supporting = True
+    title = "Perplexity of key tokens"
+    heading = "key ppl"
+    difference_name = "key_nll"
+
+    def spans(self, spec: EvalSpec) -> list[Span]:
+        """Return the positions between the lengths, beyond the short context; none if key tokens were not asked for."""
+        if spec.short_context is None:
+            return []
+        return [span for span in super().spans(spec) if span.stop > spec.short_context]
+
+    def difference(
+        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
+    ) -> PairedDifference:
+        """Return the difference; nan where no window has a key token."""
+        if not self.values(ours, span):
+            return PairedDifference(math.nan, math.nan, math.nan)
+        return super().difference(ours, theirs, span, confidence)
+
+    def scores(self, result: EvalResult) -> PerplexityResult:
+        """Return the losses of key tokens."""
+        score = super().scores(result).key_tokens
+        if score is None:
+            raise ValueError("no key token was marked: give short_context")
+        return score
 
 
 class Retrieval(Metric, name="retrieval"):
@@ -300,9 +337,3 @@ def change_sentence(metric: Metric, change: PairedDifference) -> str:
         unit = "window" if metric.of_text else "haystack"
         return f"{estimate} (no interval from one {unit})"
     return f"{estimate} ({low} to {high})"
-
-
-def _text_of(result: EvalResult) -> PerplexityResult:
-    if result.perplexity is None:
-        raise ValueError("no window of text was measured: give windows >= 1")
-    return result.perplexity

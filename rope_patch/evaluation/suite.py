@@ -13,6 +13,7 @@ from torch import nn
 
 from rope_patch.evaluation.count_tokens import check_tasks, tokens_to_read
 from rope_patch.evaluation.finished_work import Resume, finished_work
+from rope_patch.evaluation.perplexity.key_tokens import mark_key_tokens
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.chat_template import chat_frame
@@ -22,6 +23,9 @@ from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.reader import CacheFactory, KnownStates
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.patching.verify import trained_length
+from rope_patch.runtime import progress
+from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.builtin_text import Corpus, builtin_text
 from rope_patch.texts.documents import Source, TokenDocument, check_tokenizer, spread_windows, whole_text
 
@@ -47,7 +51,7 @@ class EvalResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
         return {
-            "perplexity": None if self.perplexity is None else asdict(self.perplexity),
+            "perplexity": None if self.perplexity is None else finite(asdict(self.perplexity)),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
 
@@ -136,6 +140,28 @@ class Suite(ABC):
         """The spec with the number of windows that the text has room for."""
         return replace(self.spec, windows=len(self.windows))
 
+    def mark_key_tokens(self, model: nn.Module, *, resume: Resume = None) -> None:
+        """Mark the key tokens of the windows, if the spec asks for them and no model has marked them yet.
+
+        Args:
+            model: the model that decides which tokens need the long context: the unpatched one.
+            resume: file (or mapping) in which finished windows are stored.
+
+        Raises:
+            ValueError: the short context is too long, or no token needs more.
+        """
+        if self.spec.short_context is None or self.windows[0].key_tokens is not None:
+            return
+        with progress.stage("key tokens"):
+            self.windows = mark_key_tokens(
+                model,
+                self.windows,
+                short=self.spec.short_context,
+                longest=trained_length(model),
+                batch_tokens=self.spec.batch_tokens,
+                resume=resume,
+            )
+
     @abstractmethod
     def run(self, model: nn.Module, *, resume: Resume = None) -> EvalResult:
         """Return the scores of a model; ``resume`` is a file (or mapping) in which finished work is stored."""
@@ -210,6 +236,7 @@ class EvalSuite(Suite):
             TypeError: the argument is not a model, for example the name of one.
         """
         spec = self.spec
+        self.mark_key_tokens(model, resume=resume)
         work = finished_work(model, resume, spec.longest, cache)
         score = None
         if self.windows:

@@ -72,6 +72,13 @@ class EvalSpec(OptionSet):
         metavar="PATH",
         kind=PathLike,
     )
+    short_context: int | None = tokens(
+        "The length of a short context, for example 1k. If it is given, the perplexity of key tokens is measured too "
+        "(LongPPL): of the tokens that the unpatched model predicts at least 2 nats better from all text before them "
+        "than from a short context alone.",
+        None,
+        least=4,
+    )
     haystack: str | None = word(
         "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (Pride "
         "and Prejudice), a file or folder of yours, or null for the text of perplexity itself.",
@@ -104,6 +111,8 @@ class EvalSpec(OptionSet):
                 raise ValueError(f"{name} must differ from each other, got {list(values)}")
         if not self.tasks and self.windows == 0:
             raise ValueError("nothing is left to measure without tasks and windows: give a task, or windows >= 1")
+        if self.short_context is not None and self.windows == 0:
+            raise ValueError("key tokens are tokens of text: give windows >= 1, or leave short_context out")
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
         object.__setattr__(self, "depths", tuple(sorted(self.depths)))
 

@@ -83,7 +83,17 @@ class ExtendSettings(OptionSet):
     evaluation: EvalSpec = contained(
         EvalSpec,
         # The needle lies in the text, and rounds decide how many windows are read.
-        without=("lengths", "depths", "samples", "windows", "haystack", "chat_template", "bucket", "batch_tokens"),
+        without=(
+            "lengths",
+            "depths",
+            "samples",
+            "windows",
+            "short_context",
+            "haystack",
+            "chat_template",
+            "bucket",
+            "batch_tokens",
+        ),
         # A placeholder: __post_init__ puts the length to reach in its place.
         lengths=(2,),
         tasks=("passkey", "niah"),

@@ -107,7 +107,7 @@ class EvaluationOptions(OptionSet):
     task: str = word("The retrieval task.", "passkey")
     # The length is a placeholder: a run puts in the lengths and the task from above.
     spec: EvalSpec = contained(
-        EvalSpec, without=("lengths", "tasks", "bucket", "batch_tokens"), lengths=(2,), windows=8
+        EvalSpec, without=("lengths", "tasks", "short_context", "bucket", "batch_tokens"), lengths=(2,), windows=8
     )
 
 

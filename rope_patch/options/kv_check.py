@@ -61,7 +61,7 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
         metavar="FORMATS",
         several=True,
     )
-    evaluation: EvalSpec = contained(EvalSpec, without=("bucket", "batch_tokens"))
+    evaluation: EvalSpec = contained(EvalSpec, without=("short_context", "bucket", "batch_tokens"))
     decode: int = whole(
         "The number of tokens by which the model also continues each window itself through each format, greedily. "
         "Together with the longest length they must fit into the stated context.",

@@ -75,6 +75,8 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     sizes = []
     if text:
         sizes.append(count_text(text.windows, "window"))
+        if text.key_tokens is not None:
+            sizes.append(f"{count_text(text.key_tokens.tokens, 'key token')} of {text.tokens}")
     asked = [*suites, *(task for task in comparison.spec.tasks if TASKS[task].suite not in suites)]
     sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in asked]
     name = comparison.model.partition(" ")[2] or comparison.model

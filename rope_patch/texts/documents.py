@@ -35,12 +35,14 @@ class TokenDocument:
         ends: (tokens,) int64, for each token the number of bytes of the UTF-8 text up to its end; None if the tokenizer
             does not tell. If several tokens share a character, the first of them counts all its bytes.
         prefix: ids of the special tokens that were put in front.
+        key_tokens: (tokens,) bool, the tokens whose prediction needs the long context; None if nobody looked.
     """
 
     name: str
     ids: Tensor
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
+    key_tokens: Tensor | None = None
 
 
 PIECE_CHARACTERS = 2**22

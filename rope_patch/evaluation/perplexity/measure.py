@@ -85,27 +85,25 @@ def perplexity(
 
     def name(item: Window, model: str) -> str:
         # The key holds the tokens and not the place of the window: equal windows are read once.
-        place = {"ids": tensor_hash(item.ids), "first": item.scored - item.start}
+        place: dict[str, Any] = {"ids": tensor_hash(item.ids), "first": item.scored - item.start}
+        if item.key_tokens is not None:
+            place["key_tokens"] = tensor_hash(item.key_tokens)
         return key(what="perplexity", model=model, **place, **settings)
 
     def score(items: list[Window]) -> list[dict[str, Any]]:
         """Return the sums of each window by bucket."""
-        rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in items], batch_first=True)
-        first = [item.scored - item.start for item in items]
-        sizes = [len(item.ids) for item in items]
-        # Shorter windows are padded to the longest, and the padding is computed too.
-        with progress.work(sum(sizes), reads=rows.numel()):
-            table = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, known=known)
         sums = []
-        for item, low, size, loss in zip(items, first, sizes, table, strict=True):
-            is_scored = torch.zeros(len(loss), dtype=torch.bool)
-            is_scored[low:size] = True
-            sums.append(sums_by_position(item, loss, is_scored, edges))
+        for item, loss in window_losses(reader, items, chunk=chunk, cache=cache, known=known):
+            is_scored = torch.arange(item.start, item.stop) >= item.scored
+            part = sums_by_position(item, loss, is_scored, edges)
+            if item.key_tokens is not None:
+                part["key_tokens"] = sums_by_position(item, loss, is_scored & item.key_tokens, edges)
+            sums.append(part)
         return sums
 
     scored = read_batches(
         model,
-        _batched(_sliding_windows(documents, window, stride, reader), batch),
+        batched(sliding_windows(documents, window, stride, reader), batch),
         score=score,
         name=name,
         tokens=lambda item: item.stop - item.start,
@@ -142,7 +140,29 @@ def _as_documents(
     return documents, window, stride
 
 
-def _sliding_windows(documents: Iterable[TokenDocument], window: int, stride: int, reader: Reader) -> Iterator[Window]:
+def window_losses(reader: Reader, items: Sequence[Window], **options: Any) -> Iterator[tuple[Window, Tensor]]:
+    """Yield windows, which are read as one batch, with the loss of each of their tokens (tokens,) [nats].
+
+    Args:
+        reader: the model, taken apart.
+        items: the windows.
+        **options: ``chunk``, ``cache`` and ``known`` of :func:`~rope_patch.modeling.reader.losses`.
+    """
+    rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in items], batch_first=True)
+    sizes = [len(item.ids) for item in items]
+    # Shorter windows are padded to the longest, and the padding is computed too.
+    with progress.work(sum(sizes), reads=rows.numel()):
+        table = losses(reader, rows, [item.scored - item.start for item in items], lengths=sizes, **options)
+    for item, size, loss in zip(items, sizes, table, strict=True):
+        yield item, loss[:size]
+
+
+def sliding_windows(documents: Iterable[TokenDocument], window: int, stride: int, reader: Reader) -> Iterator[Window]:
+    """Yield the windows of documents, in each of which the tokens are scored that no window before it scored.
+
+    Raises:
+        ValueError: a window has no room for a token, or the model does not know a token id.
+    """
     for number, document in enumerate(documents):
         if not isinstance(document, TokenDocument):
             raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
@@ -173,7 +193,8 @@ def _sliding_windows(documents: Iterable[TokenDocument], window: int, stride: in
             start += step
 
 
-def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
+def batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
+    """Yield windows in lists of one size; the last may be shorter."""
     while group := list(itertools.islice(windows, size)):
         yield group
 

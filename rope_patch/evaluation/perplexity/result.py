@@ -29,7 +29,7 @@ class Bucket:
         start: first position [tokens]; the token at position 0 is never predicted.
         stop: position after the last one [tokens].
         tokens: number of tokens that were scored.
-        nll: mean negative log-likelihood [nats/token].
+        nll: mean negative log-likelihood [nats/token]; nan if none was.
     """
 
     start: int
@@ -94,6 +94,7 @@ class PerplexityResult:
         chunk: length of a forward pass [tokens].
         buckets: mean loss at each range of positions.
         documents: loss of each document, or of each window if there is a single document.
+        key_tokens: the same of the key tokens alone; None if none were marked.
     """
 
     nll: float
@@ -105,6 +106,7 @@ class PerplexityResult:
     chunk: int
     buckets: tuple[Bucket, ...]
     documents: tuple[DocumentScore, ...]
+    key_tokens: PerplexityResult | None = None
 
     @property
     def perplexity(self) -> float:
@@ -123,13 +125,15 @@ class PerplexityResult:
         return inside
 
     def between(self, start: int, stop: int) -> float:
-        """Return the perplexity over the buckets that lie within positions ``start`` to ``stop``.
+        """Return the perplexity over the buckets that lie within positions ``start`` to ``stop``; nan without a token.
 
         Raises:
             ValueError: ``start`` or ``stop`` is not an edge of a bucket.
         """
         # Buckets hold different numbers of tokens, so their means are weighted.
-        buckets = [self.buckets[i] for i in self.inside(start, stop)]
+        buckets = [bucket for bucket in map(self.buckets.__getitem__, self.inside(start, stop)) if bucket.tokens]
+        if not buckets:
+            return math.nan
         return _exp(sum(b.nll * b.tokens for b in buckets) / sum(b.tokens for b in buckets))
 
 
@@ -153,6 +157,12 @@ class Window:
         return torch.cat((special, self.source.ids[self.start + len(special) : self.stop]))
 
     @property
+    def key_tokens(self) -> Tensor | None:
+        """Which tokens of the window are key tokens (tokens,) bool; None if nobody looked for them."""
+        marked = self.source.key_tokens
+        return None if marked is None else marked[self.start : self.stop]
+
+    @property
     def bytes(self) -> int | None:
         """Number of UTF-8 bytes of the scored tokens; None if they came without their text."""
         ends = self.source.ends
@@ -165,7 +175,8 @@ def sum_up(
     """Return the result of windows.
 
     Args:
-        scored: the windows, document by document, with their sums of losses and tokens, by bucket and in all.
+        scored: the windows, document by document, with their sums of losses and tokens, by bucket and in all; those of
+            key tokens within them are under ``key_tokens``.
         edges: edges of the buckets [tokens].
         window: length of the windows [tokens].
         stride: distance between the starts of consecutive windows [tokens].
@@ -176,14 +187,20 @@ def sum_up(
     """
     documents: dict[int, list[DocumentScore]] = {}
     names = {}
+    of_key_tokens = []
+    longest = 0
     for item, part in scored:
+        longest = max(longest, item.stop - item.start)
+        if "key_tokens" in part:
+            of_key_tokens.append((item, part["key_tokens"]))
         score = DocumentScore(
             name=f"{item.source.name}[{item.start}:{item.stop}]",
             tokens=tuple(part["tokens"]),
             nll=tuple(part["nll"]),
             total_tokens=part["total_tokens"],
             total_nll=part["total_nll"],
-            bytes=item.bytes,
+            # The bytes are those of all its tokens.
+            bytes=item.bytes if part["total_tokens"] == item.stop - item.scored else None,
         )
         documents.setdefault(item.document, []).append(score)
         names[item.document] = item.source.name
@@ -198,11 +215,14 @@ def sum_up(
     whole = functools.reduce(operator.add, units)
     buckets = []
     for (start, stop), tokens, nll in zip(itertools.pairwise(edges), whole.tokens, whole.nll, strict=True):
-        if tokens:  # some document is long enough to have tokens here
-            buckets.append(Bucket(start, stop, tokens, nll / tokens))
+        if start < longest:
+            buckets.append(Bucket(start, stop, tokens, nll / tokens if tokens else math.nan))
     bits = None
     if whole.bytes:
         bits = whole.total_nll / math.log(2) / whole.bytes
+    key_tokens = None
+    if of_key_tokens:
+        key_tokens = sum_up(of_key_tokens, edges, window=window, stride=stride, chunk=chunk)
     return PerplexityResult(
         nll=whole.total_nll / whole.total_tokens,
         tokens=whole.total_tokens,
@@ -213,4 +233,5 @@ def sum_up(
         chunk=chunk,
         buckets=tuple(buckets),
         documents=tuple(units),
+        key_tokens=key_tokens,
     )
