@@ -40,6 +40,8 @@ class Cell:
         samples: number of haystacks for each task and length.
         tasks: names of the tasks.
         dtype: data type that the model computes in.
+        windows: number of windows of text.
+        short_context: length of the context without which key tokens are badly predicted [tokens].
     """
 
     model: str
@@ -49,11 +51,19 @@ class Cell:
     tasks: Sequence[str] = ("ruler",)
     dtype: str = "bfloat16"
 
-    depths: Sequence[float] = (0.1, 0.5, 0.9)
+    windows: int = 0
+    short_context: int | None = None
 
     def spec(self) -> EvalSpec:
-        """Return the spec, without text."""
-        return EvalSpec(self.lengths, depths=self.depths, samples=self.samples, tasks=self.tasks, windows=0)
+        """Return the spec of the comparison."""
+        return EvalSpec(
+            self.lengths,
+            depths=(0.1, 0.5, 0.9),
+            samples=self.samples,
+            tasks=self.tasks,
+            windows=self.windows,
+            short_context=self.short_context,
+        )
 
 
 SMOLLM2 = "build/smollm2/SmolLM2-135M-Instruct"
@@ -65,9 +75,12 @@ CELLS = {
     "toy llama, short tasks": Cell("llama", TOY_TABLES, TOY_LENGTHS, 34, ("passkey", "niah"), "float32"),
     "toy gemma3, short tasks": Cell("gemma3", TOY_TABLES, TOY_LENGTHS, 34, ("passkey", "niah"), "float32"),
     "toy llama": Cell("llama", TOY_TABLES, (1024,), 4, dtype="float32"),
-    "smollm2, 4k": Cell(SMOLLM2, (*TWICE, "p_rope:p=0.75"), (4096,), 3),
+    "toy llama, text": Cell("llama", TOY_TABLES, TOY_LENGTHS, 1, (), "float32", 32, 64),
+    "toy gemma3, text": Cell("gemma3", TOY_TABLES, TOY_LENGTHS, 1, (), "float32", 32, 64),
+    "smollm2, text": Cell(SMOLLM2, (*TWICE, "p_rope:p=0.75"), (8192, 16384), 1, (), windows=2, short_context=1024),
+    "smollm2, 4k": Cell(SMOLLM2, (*TWICE[::2], "p_rope:p=0.75"), (4096,), 3),
     "smollm2, 16k": Cell(SMOLLM2, TWICE[:1], (16384,), 1),
-    "smollm2, 8k": Cell(SMOLLM2, (*TWICE, "p_rope:p=0.75"), (8192,), 3),
+    "smollm2, 8k": Cell(SMOLLM2, TWICE[::2], (8192,), 3),
     "qwen 0.5b, 4k": Cell(QWEN, TWICE[:1], (4096,), 3),
 }
 """Cells in the order in which they are run. The toys' tokens are short: no task of RULER's fits into their context."""
@@ -91,14 +104,19 @@ def run(name: str, cell: Cell, folder: Path) -> dict[str, Any]:
             if number:
                 change = comparison.difference(row.label, UNPATCHED, column.metric, column.span)
                 score["change"] = [round(value, 4) for value in change]
-            scores.setdefault(str(column.span.task), {})[str(column.span.stop)] = score
+            scores.setdefault(column.span.task or column.metric, {})[str(column.span)] = score
         rows.append({"method": row.label, "scores": scores})
+    text = comparison.rows[0].scores.perplexity
+    tokens = {}
+    if text is not None and text.key_tokens is not None:
+        tokens = {"tokens": text.tokens, "key tokens": text.key_tokens.tokens}
     return {
         "cell": name,
         "model": comparison.model,
         "trained length": comparison.trained_length,
         "dtype": cell.dtype,
         "spec": comparison.spec.to_dict(),
+        **tokens,
         "rows": rows,
     }
 

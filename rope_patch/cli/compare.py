@@ -36,8 +36,12 @@ def compare(options: CompareOptions) -> None:
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         total = len(compared) * suite.tokens
         rows = min(spec.window_batch, max(1, len(suite.windows)))
-        say_tokens(loaded, total, spec.longest, rows=rows, chunk=spec.chunk)
-        with resumable(finished), progress.bar(total, ", ".join(spec.tasks), hidden=options.as_json or not first):
+        more = ""
+        if spec.tasks:
+            more = ", and more where answers are wrong, which are written out"
+        say_tokens(loaded, total, spec.longest, rows=rows, chunk=spec.chunk, more=more)
+        name = ", ".join(options.evaluation.tasks)
+        with resumable(finished), progress.bar(total, name, hidden=options.as_json or not first):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)
     if first:
         if hasattr(loaded, "peft_config"):

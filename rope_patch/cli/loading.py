@@ -168,7 +168,9 @@ def in_cpu_type(source: str, loaded: Any) -> Any:
     return loaded.to(better)
 
 
-def say_tokens(model: Any, tokens: int, length: int, *, rows: int = 1, chunk: int | None = None) -> None:
+def say_tokens(
+    model: Any, tokens: int, length: int, *, rows: int = 1, chunk: int | None = None, more: str = ""
+) -> None:
     """Print how many tokens a command reads, and about how long that takes at the speed that is measured now.
 
     Args:
@@ -177,9 +179,10 @@ def say_tokens(model: Any, tokens: int, length: int, *, rows: int = 1, chunk: in
         length: the length of the longest row [tokens].
         rows: the number of rows that are read side by side.
         chunk: the length of a forward pass [tokens]; None for whole rows.
+        more: what else takes time, as the end of the sentence.
     """
     from rope_patch.evaluation.time_budget import speed
     from rope_patch.runtime.captions import duration_text
 
     seconds = tokens / speed(model, length, rows=rows, chunk=chunk)
-    print(f"reads {tokens:,} tokens, about {duration_text(seconds)} at the speed measured now", file=sys.stderr)
+    print(f"reads {tokens:,} tokens, about {duration_text(seconds)} at the speed measured now{more}", file=sys.stderr)

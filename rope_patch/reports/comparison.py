@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from rope_patch.evaluation.compare import UNPATCHED, Column, Comparison
 from rope_patch.evaluation.effective_length import effective_sentence
@@ -20,7 +21,7 @@ from rope_patch.evaluation.metrics import (
     value_text,
 )
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.tasks import TASKS, Task
+from rope_patch.evaluation.tasks import TASKS, Task, members
 from rope_patch.runtime import page as pages
 from rope_patch.runtime import plots
 from rope_patch.runtime.captions import count_text, names_text, windows_text
@@ -62,13 +63,21 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
     suites = dict.fromkeys(str(column.span.task) for column in every if column.metric == "mean")
     # Of a suite that is asked whole the mean is shown, and its tasks in a table of their own.
     columns = [column for column in every if TASKS.get(str(column.span.task), Task).suite not in suites]
+    alone = [task for task in comparison.spec.tasks if TASKS[task].suite not in suites]
     parts = [
         *(Note(f"Note: {warning}.") for warning in comparison.warnings),
         _scores(comparison, columns),
         *_changes(comparison, columns, folded=folded),
         *(_by_task(comparison, suite, every) for suite in suites),
         *_curves(comparison),
-        *(figure for task in comparison.spec.tasks for figure in _map(comparison, task)),
+        *(_by_length(comparison, suite) for suite in suites if len(comparison.spec.lengths) > 1),
+        # The parts of a joined answer have no depths of their own.
+        *(
+            drawn
+            for suite in suites
+            for drawn in _map(comparison, suite, [task for task in members(suite) if not TASKS[task].joined])
+        ),
+        *(drawn for task in alone for drawn in _map(comparison, task, [task])),
         pages.facts(facts, comparison.environment),
     ]
     text = comparison.rows[0].scores.perplexity
@@ -77,8 +86,7 @@ def _section(comparison: Comparison, *, folded: bool) -> Section:
         sizes.append(count_text(text.windows, "window"))
         if text.key_tokens is not None:
             sizes.append(f"{count_text(text.key_tokens.tokens, 'key token')} of {text.tokens}")
-    asked = [*suites, *(task for task in comparison.spec.tasks if TASKS[task].suite not in suites)]
-    sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in asked]
+    sizes += [f"{task} in {count_text(comparison.spec.samples, 'haystack')}" for task in [*suites, *alone]]
     name = comparison.model.partition(" ")[2] or comparison.model
     title = f"{name}, trained at {comparison.trained_length} tokens: {', '.join(sizes)}"
     answer = summary(comparison, columns)
@@ -347,18 +355,31 @@ def _curves(comparison: Comparison) -> list[Figure | Note]:
     return [figure(draw, curves, title=title, caption=caption, trained_length=comparison.trained_length)]
 
 
-def _map(comparison: Comparison, task: str) -> list[Figure]:
-    """Return the figure of exact match over lengths × depths of one task; none where a length has a single depth."""
+def _by_length(comparison: Comparison, suite: str) -> Figure:
+    """Return the figure of the mean of a suite by length."""
+    metric = METRICS["mean"]
+    spans = [span for span in metric.spans(comparison.spec) if span.task == suite]
+    lengths = [span.stop for span in spans]
+    curves = {row.label: (lengths, [metric.value(row.scores, span) for span in spans]) for row in comparison.rows}
+    title = f"Mean of {suite} by length"
+    caption = "The mean over the tasks of the share of right answers; higher is better."
+    return figure(plots.score_by_length, curves, title=title, caption=caption, trained_length=comparison.trained_length)
+
+
+def _map(comparison: Comparison, name: str, tasks: Sequence[str]) -> list[Figure]:
+    """Return the figure of exact match over lengths × depths of tasks; none where a length has a single depth."""
     lengths = comparison.spec.lengths
-    cells = comparison.rows[0].scores.retrieval[task].cells
-    if len(cells) == len(lengths):
+    cells = [cell for task in tasks for cell in comparison.rows[0].scores.retrieval[task].cells]
+    if len(cells) == len(lengths) * len(tasks):
         return []  # the table says as much
     depths = list(dict.fromkeys(cell.depth for cell in cells))
     grids = {}
     for row in comparison.rows:
-        shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
-        grids[row.label] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    title = f"Retrieval by length and depth, {task}"
+        shares: dict[tuple[float, int], list[float]] = {}
+        for cell in (cell for task in tasks for cell in row.scores.retrieval[task].cells):
+            shares.setdefault((cell.depth, cell.length), []).append(cell.correct / len(cell.samples))
+        grids[row.label] = [[fmean(shares.get((d, length), [math.nan])) for length in lengths] for d in depths]
+    title = f"Retrieval by length and depth, {name}"
     caption = (
         "Share of answers that are exactly right, by prompt length and depth of the needle: 0 % is the start of the "
         "prompt, 100 % just before the question."

@@ -32,33 +32,47 @@ Curves = Mapping[str, tuple[Any, Any]]
 
 
 def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -> Figure:
-    """Draw perplexity against position, a line per method, best at the end first in the legend.
+    """Draw perplexity against position, see :func:`_lines`."""
+    figure, axes = _lines(curves, trained_length, title)
+    axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
+    few_log_ticks(axes.yaxis)
+    return figure
+
+
+def score_by_length(curves: Curves, *, trained_length: int, title: str) -> Figure:
+    """Draw the share of right answers against the length of the prompts, see :func:`_lines`."""
+    figure, axes = _lines(curves, trained_length, title)
+    axes.set(xlabel="prompt length [tokens]", ylabel="share of right answers", ylim=(0, 1.02))
+    return figure
+
+
+def _lines(curves: Curves, trained_length: int, title: str) -> tuple[Figure, Axes]:
+    """Draw a line per method, the lowest at the end last in the legend, and return the figure and its axes.
 
     There are no error bands: all methods read the same text, so bands of their own would overlap where paired
     differences do not.
 
     Args:
-        curves: the positions [tokens] and the perplexities of each method.
+        curves: the positions or lengths [tokens] and the values of each method.
         trained_length: the context that the model was trained with, drawn as a line if the curves get there [tokens].
         title: the title of the figure.
     """
     figure = new_figure(title, 4.6)
     axes = figure.subplots()
     styles = line_styles(curves)
-    for name in sorted(curves, key=lambda name: curves[name][1][-1]):
+    for name in sorted(curves, key=lambda name: curves[name][1][-1], reverse=True):
         positions, values = curves[name]
-        marker = "o" if len(values) == 1 else ""  # a line of one point would be invisible
+        marker = "o" if len(values) < 8 else ""
         axes.plot(
             positions, values, marker=marker, label=f"{wrapped_name(name, 30)}  ({values[-1]:.3g})", **styles[name]
         )
     if trained_length <= max(positions[-1] for positions, _ in curves.values()):
         mark_position(axes, trained_length, "trained length")
-    axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
-    few_log_ticks(axes.yaxis)
     plain_axes(axes)
     beside: Any = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False, "fontsize": 9}
+    # In the order in which the lines end, from the top.
     axes.legend(title="method (at the end)", alignment="left", **beside)
-    return figure
+    return figure, axes
 
 
 def retrieval_heatmap(

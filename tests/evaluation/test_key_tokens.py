@@ -17,6 +17,8 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.kv_check import kv_check
 from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
+from rope_patch.reports import comparison as report
+from rope_patch.runtime.page import render
 from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.texts.documents import TokenDocument, whole_text
 
@@ -75,6 +77,8 @@ def test_all_methods_are_measured_on_the_key_tokens_of_the_unpatched_model(bundl
     # What is lost beyond the context is lost where the context is needed.
     assert change.estimate < 2 * plain.estimate < 0
     model, tokenizer = bundled
+    words = render(report.page([comparison]))
+    assert f"4 windows, {default.tokens} key tokens of {comparison.rows[0].scores.perplexity.tokens}" in words
     suite = EvalSuite(SPEC, tokenizer)
     assert suite.run(model).perplexity.key_tokens == default
     assert sum(window.key_tokens.sum() for window in suite.windows) == default.tokens

@@ -7,10 +7,12 @@ import math
 import re
 
 import pytest
+from support.evaluated import result_of, retrieval_of
 from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
 
-from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.metrics import METRICS, Span, change_sentence
+from rope_patch.evaluation.tasks import members
 from rope_patch.reports import comparison as report
 from rope_patch.runtime import plots
 from rope_patch.runtime.page import render
@@ -120,6 +122,19 @@ def test_cells_of_the_map_land_where_they_belong(figures):
     assert first.get_title(loc="left") == "m"
     assert [label.get_text() for label in first.get_yticklabels()] == ["0 %", "50 %", "100 %"]
     assert [label.get_text() for label in second.get_xticklabels()] == ["4", "8"]
+
+
+def test_a_suite_has_one_curve_of_its_mean_and_one_map_of_its_needles(figures):
+    shares = {(4, 0.0): 6, (4, 1.0): 3, (8, 0.0): 0, (8, 1.0): 6}
+    hits = {place: [i < right for i in range(6)] for place, right in shares.items()}
+    result = result_of(None, *(retrieval_of(hits, task) for task in members("ruler")))
+    made = Comparison((Row("m", result, ()),), result.spec, 4, "", "")
+    page = Page(render(report.page([made])))
+    assert len(page.all("img")) == 2
+    curve, needles = figures[-2:]
+    (line,) = (line for line in curve.axes[0].lines if len(line.get_xdata()) == 2 and line.get_marker() == "o")
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([4, 8], [0.75, 0.5])
+    assert needles.axes[0].images[0].get_array().tolist() == [[1, 0], [0.5, 1]]
 
 
 def test_no_map_is_drawn_where_each_length_has_one_depth(monkeypatch):
