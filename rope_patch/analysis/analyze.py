@@ -97,9 +97,7 @@ def analyze(
     # Few tokens, which were not announced.
     with progress.work(0):
         chosen = list(heads) or _clearest(measured)
-        positional = measured.positional()
-        views = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], [*chosen, *positional], layers)
-    single_heads = views[: len(chosen)]
+        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], chosen, layers)
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
@@ -109,10 +107,6 @@ def analyze(
         capture=statistics,
         heads=measured,
         single_heads=single_heads,
-        logits={
-            at: view.logit_and_bound(distance)
-            for view, (at, distance) in zip(views[len(chosen) :], positional.items(), strict=True)
-        },
         p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
         biases=key_biases(model, layers),
         token_texts=_token_texts(tokenizer, measured, single_heads),

@@ -377,19 +377,28 @@ class _LayerSums:
             raise ValueError(f"attention layer {self.index} is called more than once in a pass")
         start = self.text.first_query
 
+        def products(queries: slice, keys: slice) -> Tensor:
+            found: Tensor = torch.linalg.vecdot(query[:, queries], key[:, keys])
+            return found
+
         def weights(queries: slice, keys: slice) -> Tensor:
-            products = torch.linalg.vecdot(query[:, queries], key[:, keys])
-            return (logits.of(products) - attended.logsum[:, queries]).exp()
+            return (logits.of(products(queries, keys)) - attended.logsum[:, queries]).exp()
 
         # What each key draws from the queries near it, and from all.
-        offset = query.new_zeros(heads, OFFSETS)
+        offset, logit, squares, bound = query.new_zeros(4, heads, OFFSETS)
         drawn = attended.drawn_far.clone()
+        lengths = (query.norm(dim=-1) * logits.scaling, key.norm(dim=-1))
         for distance in range(min(OFFSETS, self.window)):
             low = max(start, distance)
+            queries = slice(low, tokens)
             keys = slice(low - distance, tokens - distance)
-            near = weights(slice(low, tokens), keys)
+            near = weights(queries, keys)
             offset[:, distance] = near.sum(1)
             drawn[:, keys] += near
+            scaled = products(queries, keys) * logits.scaling
+            logit[:, distance] = scaled.sum(1)
+            squares[:, distance] = scaled.sub(scaled.mean(1, keepdim=True)).square().sum(1)
+            bound[:, distance] = (lengths[0][:, queries] * lengths[1][:, keys]).sum(1)
         induction = query.new_zeros(heads)
         if self.text.is_repeated:
             half = tokens // 2
@@ -400,6 +409,9 @@ class _LayerSums:
         self.rows.append(
             {
                 "offset": offset,
+                "logit": logit,
+                "squares": squares,
+                "bound": bound,
                 "first": weights(slice(start, max(start, self.window)), slice(0, 1)).sum(1),
                 "distance": (given_far - drawn_far) @ places,
                 "given": attended.given[:, start:].sum(1),
@@ -457,9 +469,16 @@ class _LayerSums:
         # The match is half - 1 tokens back.
         if self.text.is_repeated and half <= self.window:
             induction = sums["induction"] / (rows * half)
+        counted = (rows * offset_count).clamp_min(1)
+        # Within the rows and between them.
+        of_rows = stacked["logit"].double() / offset_count.clamp_min(1)
+        variance = sums["squares"] / counted + of_rows.var(0, correction=0)
         return LayerHeads(
             index=self.index,
-            offset_mass=sums["offset"] / (rows * offset_count).clamp_min(1),
+            offset_mass=sums["offset"] / counted,
+            logit=sums["logit"] / counted,
+            logit_spread=variance.sqrt(),
+            logit_bound=sums["bound"] / counted,
             key_mass=sums["given"] / (rows * (tokens - start)),
             first_mass=sums["first"] / (rows * max(1, self.window - start)),
             sink_mass=sums["sinks"] / (rows * (tokens - start)),

@@ -35,6 +35,9 @@ class LayerHeads:
     Attributes:
         index: the index of the layer.
         offset_mass: (heads, offsets) attention mass on the key at each distance; distance 0 is the query's own key.
+        logit: (heads, offsets) mean scaled logit at each distance, before soft-capping.
+        logit_spread: (heads, offsets) its standard deviation over the queries.
+        logit_bound: (heads, offsets) mean of its Cauchy–Schwarz bound, the product of the norms of query and key.
         key_mass: (heads,) mean weight on all keys together: 1, or less where a learned sink takes some (gpt-oss).
         first_mass: (heads,) mean weight on the first token, over the queries that see it.
         sink_mass: (heads,) mean weight on all sinks together.
@@ -51,6 +54,9 @@ class LayerHeads:
 
     index: int
     offset_mass: Tensor
+    logit: Tensor
+    logit_spread: Tensor
+    logit_bound: Tensor
     key_mass: Tensor
     first_mass: Tensor
     sink_mass: Tensor
@@ -108,7 +114,7 @@ class Heads(OfLayers):
 
     layers: tuple[LayerHeads, ...]
     others: tuple[int, ...] = ()
-    schema: ClassVar[str] = "heads 6"
+    schema: ClassVar[str] = "heads 7"
 
     def positional(self) -> dict[tuple[int, int], int]:
         """Return the distance of each head that puts most of its attention at one, by layer and head [tokens]."""

@@ -209,7 +209,7 @@ def outlier_sentence(capture: Capture, pairs: Sequence[MeanPair], states: str) -
         f"{len(outliers)} of {len(own)} mean {states} pairs are outliers, over {OUTLIER_RATIO:g} and up to "
         f"{outliers[0].ratio:.0f} times the median length, most often in pairs {', '.join(often)}: {below:.0f} % make "
         f"no full turn within the context (of all pairs {all_below:.0f} %), and, by query head, {beyond:.0f} % lie "
-        f"beyond the angle bound, too (of all {all_beyond:.0f} %); Jonasson (2025) expects both."
+        f"beyond the angle bound, too (of all {all_beyond:.0f} %)."
     )
 
 
@@ -280,8 +280,8 @@ def bias_sentences(biases: Sequence[KeyBias]) -> list[str]:
 def contributions(layer: LayerCapture, head: int, distances: Tensor) -> Tensor:
     """Return what each pair adds to the scaled logit of a head's mean query and mean key, by their distance.
 
-    *Source*: Jonasson, eq. 13, ``d_i(p) = |q_i| |k_i| cos(phi_i - inv_freq_i p)``; its eq. 14, ``D(p)``, is their sum
-    over pairs. The paper prints ``+`` there, which contradicts its eq. 16 and definition 3.1.
+    *Source*: Jonasson, eq. 13 and 14: ``d_i(p) = |q_i| |k_i| cos(phi_i - inv_freq_i p)``, and ``D(p)``, their sum over
+    pairs. The paper prints ``+`` in the cosine, which contradicts its eq. 16 and definition 3.1.
 
     Args:
         layer: the statistics of a layer.

@@ -29,7 +29,7 @@ from rope_patch.runtime.captions import count_text, names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
-SCHEMA = 7
+SCHEMA = 8
 LIGHT_SHARE = 0.05
 """Share of the logits below which pairs may be stopped, as far as their norms tell."""
 LEAST_PEAK = 4.0
@@ -50,8 +50,6 @@ class Analysis:
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.
         single_heads: the heads that are shown in detail, on a short text.
-        logits: the mean logit of each positional head at its distance on the same text, and its Cauchy–Schwarz bound,
-            by layer and head.
         p_sweep: what the pairs carry that p-RoPE would stop, at several p.
         biases: the pairs of biases that make outliers of its keys, the longest first.
         token_texts: the text of each token id that the result mentions.
@@ -66,7 +64,6 @@ class Analysis:
     capture: Capture
     heads: Heads
     single_heads: tuple[SingleHead, ...]
-    logits: Mapping[tuple[int, int], tuple[float, float]]
     p_sweep: tuple[SweepPoint, ...]
     biases: tuple[KeyBias, ...]
     token_texts: Mapping[int, str]
@@ -186,12 +183,12 @@ def _what_to_choose(analysis: Analysis) -> str:
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     measured = analysis.heads.layer(layer)
+    by_offset = ("offset_mass", "logit", "logit_spread", "logit_bound")
     names = ("key_mass", "first_mass", "sink_mass", "induction_mass", "distance", "entropy")
     return {
         "layer": layer,
         "head": head,
         "types": list(measured.head_types(head)),
-        "offset_mass": measured.offset_mass[head].tolist(),
+        **{name: getattr(measured, name)[head].tolist() for name in by_offset},
         **{name: float(getattr(measured, name)[head]) for name in names},
-        "logit_and_bound": analysis.logits.get((layer, head)),
     }

@@ -80,8 +80,8 @@ class SingleHead:
 
     def mean_terms(self, distance: int) -> Tensor:
         """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,)."""
-        query, key = self._beside(distance)
-        return self._terms(query * key)
+        query, key = self._rotated
+        return self._terms(query[distance:] * key[: len(key) - distance])
 
     def sink_terms(self) -> tuple[Tensor, Tensor]:
         """Return what each pair adds to the scaled logit with the first key, and with the mean of those after it.
@@ -92,17 +92,6 @@ class SingleHead:
         seeing = slice(min(FIRST_COUNTED_QUERY, len(key) - 1), self.window)
         others = (key.cumsum(0) - key[0]) / torch.arange(len(key)).clamp_min(1)[:, None]
         return self._terms(query[seeing] * key[0]), self._terms((query * others)[seeing])
-
-    def logit_and_bound(self, distance: int) -> tuple[float, float]:
-        """Return the mean scaled logit at a distance, and its Cauchy–Schwarz bound, the mean product of the norms."""
-        query, key = self._beside(distance)
-        bound = query.norm(dim=-1) * key.norm(dim=-1)
-        return float((query * key).sum(-1).mean() * self.scaling), float(bound.mean() * self.scaling)
-
-    def _beside(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Queries, and the keys that stand a distance before them, as attention sees them."""
-        query, key = self._rotated
-        return query[distance:], key[: len(key) - distance]
 
     def _terms(self, products: Tensor) -> Tensor:
         """The sum over both features of a pair, averaged over tokens."""

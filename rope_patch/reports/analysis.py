@@ -54,21 +54,22 @@ def _heads(analysis: Analysis) -> Section:
         for head, share in enumerate((norms[:, fast].sum(1) / norms.sum(1)).tolist()):
             shares[(layer.index, head) in positional].append(share)
     in_positional, in_others = (float(torch.tensor(values).mean()) for values in shares.values())
-    answer = (
-        f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make a full "
-        f"turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find positional heads "
-        "in the fast pairs."
-    )
-    parts = [figures.attention_masses, figures.head_norms, _head_types, _sinks]
-    if len(set(analysis.rows.groups)) > 1:
-        parts.insert(2, figures.norms_by_text)
+    answer = "No head is positional: none puts most of its attention at one distance."
+    if positional:
+        answer = (
+            f"Positional heads have {number_text(in_positional)} of the products of their norms in pairs that make "
+            f"a full turn within the context, other heads {number_text(in_others)}; Barbero et al. (2024) find "
+            "positional heads in the fast pairs."
+        )
+    parts = [figures.attention_masses, figures.head_norms, figures.norms_by_layer, _head_types, _sinks]
     return Section("Which heads are positional", [answer], [part(analysis) for part in parts])
 
 
 def _single(analysis: Analysis) -> Section:
     answer = (
         "The clearest head of each kind on the first tokens of the text, or those that were asked for: a positional "
-        "head looks alike at every token, one that looks for content does not."
+        "head looks alike at every token, one that looks for content does not. The first key, on which many heads rest, "
+        "is drawn wider than the others."
     )
     drawn = [figures.single_head(analysis, head) for head in analysis.single_heads]
     return Section("Single heads", [answer], [*drawn, tokens(analysis)])
@@ -138,9 +139,11 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
             if types:
                 mass, distance = layer.offset_mass[head].max(0)
                 masses = [number_text(float(x)) for x in (mass, layer.induction_mass[head])]
-                logit = " of ".join(number_text(value, 1) for value in analysis.logits.get((layer.index, head), ()))
+                of_logit = (layer.logit, layer.logit_spread, layer.logit_bound)
+                logit, spread, bound = (number_text(float(x[head, distance]), 1) for x in of_logit)
                 name = Cell(", ".join(types), style="left")
-                rows.append([f"{layer.index}.{head}", name, str(int(distance)), *masses, logit])
+                at = f"{layer.index}.{head}"
+                rows.append([at, name, str(int(distance)), *masses, Cell(f"{logit} of {bound}", f"± {spread}")])
     if not rows:
         return Note("No head is positional or does induction.")
     columns = (
@@ -153,8 +156,9 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
     )
     caption = (
         f"At the distance that draws most of a head: its mean attention, of which {TYPE_SHARE:g} makes a type, and the "
-        "mean logit beside its Cauchy–Schwarz bound, the product of the norms of query and key (Barbero et al. 2024, "
-        f"tables 3 to 5). At most {MOST_HEADS} heads are listed, and all in analysis.json."
+        "mean logit of its Cauchy–Schwarz bound, the product of the norms of query and key, with its standard deviation "
+        "over all tokens (Barbero et al. 2024, tables 3 to 5). At most "
+        f"{MOST_HEADS} heads are listed, and all in analysis.json."
     )
     return DataTable("Positional heads, and heads that do induction", columns, rows[:MOST_HEADS], caption)
 

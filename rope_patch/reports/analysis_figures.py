@@ -128,16 +128,19 @@ def head_norms(analysis: Analysis) -> Figure:
     )
 
 
-def norms_by_text(analysis: Analysis) -> Figure:
-    """Return the figure of the mean norm of each pair by text."""
-    names = dict(enumerate(dict.fromkeys(analysis.rows.groups)))
+def norms_by_layer(analysis: Analysis) -> Figure:
+    """Return the figure of the mean norm of each pair by layer."""
+
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
+        norms = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in layers])
+        return norms, few([layer.index for layer in layers])
+
     return _by_kind(
         analysis,
-        lambda layers, role: (torch.cat([getattr(layer, role).text_norm for layer in layers]).mean(0), names),
-        title="Mean norm of each pair, by text",
-        caption="Means over tokens, heads and layers (Barbero et al. 2024, figure 19): a column of one colour is a "
-        "pair that all texts use alike.",
-        ylabel="text",
+        panel,
+        title="Mean norm of each pair, by layer",
+        caption=f"Means over tokens and heads (Barbero et al. 2024, figures 3, 10 and 13). {BOUND_CAPTION}",
+        ylabel="layer",
     )
 
 
@@ -203,8 +206,8 @@ def outliers(analysis: Analysis) -> Figure:
     points = {role: analysis.pairs[role] for role in ("query", "key")}
     caption = (
         "A point is a pair of a query head. Left: offset features (orange) lie beyond both bounds of Jonasson (2025), "
-        "which are the lines in the middle, where pairs of more than 1.5 turns are not shown, and the larger a point, "
-        "the longer its mean; right: long means are those of vectors that point one way."
+        "which are the lines in the middle (and π on the left, the least angle of the slowest pairs), where pairs of "
+        "more than 1.5 turns are not shown, and the larger a point, the longer its mean; right: long means are those of vectors that point one way."
     )
     return figure(plots.draw_outliers, points, title="Every pair: length and angle of its mean", caption=caption)
 
@@ -223,7 +226,7 @@ def by_distance(analysis: Analysis) -> Figure:
     caption = (
         "Logit of the mean query with the mean key of a head, D(p), the part of one pair, d(p), and the rest "
         "(Jonasson 2025, figures 5, 6 and 10), as means over ever wider bins of distances. An offset feature adds less "
-        "at every distance than at 0."
+        "at every distance than at 0, for which a logarithmic axis has no place."
     )
     title = "What the longest pairs of the keys add, by distance"
     return figure(plots.draw_by_distance, panels, title=title, caption=caption)

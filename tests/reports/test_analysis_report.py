@@ -60,6 +60,9 @@ def random_heads(draw, index, heads):
     return LayerHeads(
         index=index,
         offset_mass=offset,
+        logit=torch.full_like(offset, 7.0 + index),
+        logit_spread=torch.full_like(offset, 0.5),
+        logit_bound=torch.full_like(offset, 9.5),
         key_mass=torch.ones(heads, dtype=torch.float64),
         first_mass=first,
         sink_mass=0.1 * draw(heads),
@@ -135,7 +138,6 @@ def random_analysis(
         capture=Capture("TinyForCausalLM", 48, 2, "c" * 16, tuple(captured)),
         heads=Heads(tuple(attended)),
         single_heads=(view,),
-        logits={(index, head): (7.0 + index, 9.5) for index in range(layers) for head in (0, 1)},
         p_sweep=points,
         biases=(),
         token_texts=WORDS,
@@ -161,7 +163,7 @@ def test_the_page_is_whole_and_loads_nothing():
     loads_nothing(text)
     accessible(text)
     page = Page(text)
-    # Masses, norms by head and by text, every pair, by distance, largest features, view.
+    # Masses, norms by head and by layer, every pair, by distance, largest features, view.
     assert len(page.all("img")) == 7
     words = "".join(page.text)
     assert "Some <b> model" in words and "<b>" not in text
@@ -197,7 +199,7 @@ def test_numbers_of_heads_are_those_of_the_analysis(page):
     assert set(rows) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}, "heads that rest on the first token are no such"
     layer = analysis.heads.layer(1)
     assert rows["1.1"][1:4] == ["previous token", "1", f"{float(layer.offset_mass[1, 1]):.2f}"]
-    assert rows["1.1"][4:] == [f"{float(layer.induction_mass[1]):.2f}", "8.0 of 9.5"]
+    assert rows["1.1"][4:] == [f"{float(layer.induction_mass[1]):.2f}", "8.0 of 9.5± 0.5"]
     assert page.table("Sinks")[1:] == [["<s>", "0", "3", "0.64"]]
 
 
@@ -230,7 +232,8 @@ def test_nothing_found_is_said(figures):
     words = "".join(Page(render(analysis_report.page(replace(analysis, heads=heads, capture=capture)))).text)
     assert "0 of 12 heads" in words and "No head has a sink" in words
     assert not NO_NUMBER.search(words)
-    assert len(figures) == 6, "norms by text need two texts"
+    assert len(figures) == 7
+    assert "No head is positional" in words
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
