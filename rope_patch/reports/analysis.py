@@ -68,8 +68,8 @@ def _heads(analysis: Analysis) -> Section:
 def _single(analysis: Analysis) -> Section:
     answer = (
         "The clearest head of each kind on the first tokens of the text, or those that were asked for: a positional "
-        "head looks alike at every token, one that looks for content does not. The first key, on which many heads rest, "
-        "is drawn wider than the others."
+        "head looks alike at every token, one that looks for content does not. The first key, on which many heads "
+        "rest, is drawn wider than the others."
     )
     drawn = [figures.single_head(analysis, head) for head in analysis.single_heads]
     return Section("Single heads", [answer], [*drawn, tokens(analysis)])
@@ -156,9 +156,9 @@ def _head_types(analysis: Analysis) -> DataTable | Note:
     )
     caption = (
         f"At the distance that draws most of a head: its mean attention, of which {TYPE_SHARE:g} makes a type, and the "
-        "mean logit of its Cauchy–Schwarz bound, the product of the norms of query and key, with its standard deviation "
-        "over all tokens (Barbero et al. 2024, tables 3 to 5). At most "
-        f"{MOST_HEADS} heads are listed, and all in analysis.json."
+        "mean logit of its Cauchy–Schwarz bound, the product of the norms of query and key, with its standard "
+        f"deviation over all tokens (Barbero et al. 2024, tables 3 to 5). At most {MOST_HEADS} heads are listed, and "
+        "all in analysis.json."
     )
     return DataTable("Positional heads, and heads that do induction", columns, rows[:MOST_HEADS], caption)
 

@@ -206,8 +206,9 @@ def outliers(analysis: Analysis) -> Figure:
     points = {role: analysis.pairs[role] for role in ("query", "key")}
     caption = (
         "A point is a pair of a query head. Left: offset features (orange) lie beyond both bounds of Jonasson (2025), "
-        "which are the lines in the middle (and π on the left, the least angle of the slowest pairs), where pairs of "
-        "more than 1.5 turns are not shown, and the larger a point, the longer its mean; right: long means are those of vectors that point one way."
+        "which are the lines in the middle, where pairs of more than 1.5 turns are not shown; on the left the line is "
+        "at π, the least angle of the slowest pairs. The larger a point, the longer its mean. Right: long means are "
+        "those of vectors that point one way."
     )
     return figure(plots.draw_outliers, points, title="Every pair: length and angle of its mean", caption=caption)
 
