@@ -25,7 +25,7 @@ HOLDS = {
     "cli/tasks options/*",
     "cli/test_kv_check_command.py": "cli/kv_check",
     "cli/test_options.py": "cli/loading",
-    "cli/test_parsing.py": "cli/compare cli/methods",
+    "cli/test_parsing.py": "cli/compare cli/methods __main__",
     "cli/test_printed_answers.py": "cli/printing runtime/captions",
     "diagnosis/test_doctor.py": "diagnosis/*",
     "engines/test_asking.py": "engines/ask/__main__ engines/ask/transformers_layers engines/verdicts",

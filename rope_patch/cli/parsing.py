@@ -89,6 +89,18 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(re.sub(r"argument (?:.*/)?(\S+): expected one argument", r"\1 needs a value", message))
 
 
+class _Once(argparse.Action):
+    """Store the value of an option, which may be given once."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Raise UsageError if the option has a value already, which would be dropped."""
+        if hasattr(namespace, self.dest):
+            raise UsageError(f"{option_string} is given twice: several values go into one pair of quotes")
+        setattr(namespace, self.dest, values)
+
+
 def _divided(
     kind: type[OptionSet], known: Sequence[Option], words: Sequence[str]
 ) -> tuple[dict[tuple[str, ...], Any], list[str]]:
@@ -128,6 +140,8 @@ def _divided(
             continue
         if option.repeated:
             more["action"] = "append"
+        elif option.kind is not bool:
+            more["action"] = _Once
         parser.add_argument(*option.short, f"--{option.name}", dest=str(i), **more)
     # Intermixed, so that positional words may stand between flags.
     parsed, rest = parser.parse_known_intermixed_args(words)
@@ -143,6 +157,14 @@ def _divided(
 
 class _Words(yaml.BaseLoader):  # type: ignore[misc]
     """A loader that keeps each value but null as text, so that off and 1e-5 mean the same as on the command line."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Return a mapping, each of whose keys stands once."""
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is stated twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 # BaseLoader knows no type but text, so null is added.
@@ -162,7 +184,7 @@ def _stated(word: str, kind: type[OptionSet]) -> Iterator[tuple[tuple[str, ...],
         return stated(kind, {name: None if text == "null" else text})
     try:
         values = yaml.load(Path(word).read_text(encoding="utf-8"), _Words)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{word} is no YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{word} must hold options of the form name: value")

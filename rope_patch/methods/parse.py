@@ -49,6 +49,10 @@ def _parse_one(text: str) -> Method:
     return create(name, **params)
 
 
+ROPE_TYPES = {"linear": "pi", "proportional": "p_rope"}
+"""The rope types of transformers whose method has another name."""
+
+
 def create(name: str, /, **params: Any) -> Method:
     """Return the method ``name`` with ``params``; strings are converted to each field's type.
 
@@ -58,6 +62,8 @@ def create(name: str, /, **params: Any) -> Method:
     >>> create("p_rope", p="0.5")
     PRope(p=0.5)
     """
+    if name in ROPE_TYPES and name not in METHODS:
+        raise ValueError(f"transformers' rope_type {name!r} is written by the method {ROPE_TYPES[name]!r}: take that")
     cls = METHODS.find(name)
     known = [f.name for f in fields(cls)]
     for key in params:

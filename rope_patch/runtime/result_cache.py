@@ -73,7 +73,7 @@ def _values_in(path: Path) -> dict[str, Any]:
             if line:
                 entry = json.loads(line)
                 values[entry["key"]] = entry["value"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
             cut_short = line.startswith(LINE_START) or LINE_START.startswith(line) or not line.strip(b"\0")
             if not values and not cut_short:

@@ -83,6 +83,8 @@ def _documents(source: Source) -> Iterator[Document]:
         case Path():
             if not os.path.exists(source):  # unlike Path.exists it also answers for a text too long to be a name
                 raise FileNotFoundError(f"no file or folder {str(source)!r:.200}")
+            if not source.is_file() and not source.is_dir():
+                raise ValueError(f"{str(source)!r} is a pipe or a device, which is read once: give a file")
             folder = source.parent
             paths = [source]
             if source.is_dir():

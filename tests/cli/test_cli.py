@@ -94,6 +94,7 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
     ("arguments", "message"),
     [
         (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
+        (("apply", "{base}", "linear", "-o", "{out}"), "rope_type 'linear' is written by the method 'pi'"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
         (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "'/proc/nowhere': no such file or directory"),

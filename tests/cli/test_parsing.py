@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from support.commands import invoke
 from support.fresh import run_code
 
+import rope_patch
 from rope_patch.cli.parsing import parse_words
 from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
@@ -68,6 +71,7 @@ def test_flags_and_null():
         ((*COMPARE, "--samples", "0"), "samples must be >= 1, got 0"),
         ((*COMPARE, "--chat-template", "yes"), "chat_template must be one of auto, on, off, got 'yes'"),
         ((*COMPARE, "other"), "unexpected argument 'other'"),
+        ((*COMPARE, "--chunk", "8k", "--chunk", "4k"), "--chunk is given twice"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -89,6 +93,11 @@ def test_what_finetune_misses_is_written_as_on_its_pages():
 def test_an_unknown_command_leads_to_the_nearest():
     result = invoke("compere")
     assert result.exit_code == 2 and "Did you mean 'compare'?" in result.stderr
+
+
+def test_the_module_is_the_command():
+    ran = subprocess.run([sys.executable, "-m", "rope_patch", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["rope-patch", rope_patch.__version__]
 
 
 @pytest.mark.parametrize("words", [(), ("--help",)])
@@ -128,6 +137,16 @@ def test_positional_files_and_keys_apply_in_their_order(files):
     )
     assert options.evaluation == EvalSpec([64, 8192], samples=3, seed=3, chat_template="off")
     assert options.train and options.machine == Machine(dtype="float32", threads=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("samples: 2\nsamples: 3\n", "'samples' is stated twice"), ("a: " + 3000 * "[", "deep.yaml is no YAML")],
+)
+def test_a_file_with_a_key_twice_or_no_end_is_refused_by_name(text, message, files):
+    Path("deep.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_words(RunOptions, ["./llama", "-c", "deep.yaml"])
 
 
 def test_an_argument_that_is_written_replaces_that_of_a_file(files):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import datasets
@@ -75,6 +76,7 @@ def test_other_iterables_and_the_built_in_corpus():
         (lambda p: p / "none.txt", "none.txt"),
         (lambda p: p / "binary.txt", "UTF-8"),
         (lambda p: p / "empty", "no .txt file"),
+        (lambda p: p / "pipe", "is a pipe"),
         (lambda p: [], "no text"),
         (lambda p: " \n", "no text"),
         (lambda p: [{"body": "x"}], "body"),
@@ -86,6 +88,7 @@ def test_other_iterables_and_the_built_in_corpus():
 def test_what_cannot_be_read_is_named(tmp_path, make, message):
     (tmp_path / "binary.txt").write_bytes(b"a\xff\xfe")
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises((FileNotFoundError, ValueError, TypeError), match=message):
         list(documents(make(tmp_path)))
 
