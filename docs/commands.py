@@ -37,6 +37,7 @@ rope-patch apply smollm2-yarn p_rope p=0.5 --replace -o smollm2-p-rope
 rope-patch doctor smollm2-p-rope --for vllm
 rope-patch restore smollm2-p-rope -o smollm2-again
 rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141
+rope-patch plan Llama-3.1-8B --serve --gpu-memory 24
 rope-patch tasks
 rope-patch recipes copy my-recipes
 ```

@@ -61,6 +61,7 @@ HOLDS = {
     "patching/test_layouts.py": "patching/rotary",
     "patching/test_probing.py": "patching/probe patching/cache_argument",
     "planning/test_planning.py": "planning/*",
+    "planning/test_serving.py": "cli/plan_serve",
     "reports/test_analysis_report.py": "reports/analysis reports/analysis_figures reports/plots/analysis",
     "reports/test_comparison_report.py": "reports/comparison runtime/number_format",
     "reports/test_kv_report.py": "reports/kv",

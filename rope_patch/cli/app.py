@@ -49,6 +49,9 @@ def dispatch(words: Sequence[str]) -> int:
     if name in ("", "--help", "-h"):
         print(help_text())
         return 0 if name else 2
+    if "--serve" in rest:  # plan --serve has options of its own
+        rest.remove("--serve")
+        name += " --serve"
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)} rope-patch --help lists all of them")
     given: Any = rest
@@ -57,7 +60,7 @@ def dispatch(words: Sequence[str]) -> int:
         if getattr(given, "report", False):  # a report has figures
             require_matplotlib()
     # Only the module of this command is imported, and --help has ended the process by now, so that it is fast.
-    module = name.replace("-", "_")
+    module = name.replace(" --", "_").replace("-", "_")
     run: Callable[[Any], int | None] = getattr(importlib.import_module(f"rope_patch.cli.{module}"), module)
     with listen(on_sentence=lambda sentence: print(sentence, file=sys.stderr)):
         return run(given) or 0

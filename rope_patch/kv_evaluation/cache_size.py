@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rope_patch.kv_cache.formats import FULL_BITS
@@ -10,6 +10,9 @@ from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.state_statistics import Capture
+
+Heads = Mapping[str, Sequence[int]]
+"""The number of heads, and of features of a head, by ``"keys"`` and ``"values"``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,22 +44,25 @@ class StoredStates:
         return self.features * (self.bits * rounded + FULL_BITS * (stored - rounded))
 
 
-def stored_states(layers: Sequence[AttentionLayer], capture: Capture, scheme: Scheme) -> list[StoredStates]:
-    """Return what the layers of a model store under a scheme; those that share the keys of another one store nothing.
+def heads_of(capture: Capture) -> dict[int, Heads]:
+    """Return the heads of every layer with keys of its own, as the statistics of keys and values have them."""
+    own = [layer for layer in capture.layers if layer.keys_of == layer.index]
+    return {layer.index: {"keys": layer.key.mean.shape, "values": layer.value.mean.shape} for layer in own}
+
+
+def stored_states(layers: Sequence[AttentionLayer], heads: Mapping[int, Heads], scheme: Scheme) -> list[StoredStates]:
+    """Return what the layers of a model store under a scheme.
 
     Args:
         layers: the attention layers of the model.
-        capture: the statistics of its keys and values, which say how large they are.
+        heads: the heads of every layer that stores keys and values, by its index.
         scheme: the scheme.
     """
     plans = plan_layers(layers, scheme)
     stored = []
-    for layer in capture.layers:
-        if layer.keys_of == layer.index and layer.index in plans:
-            for name, states in (("keys", layer.key), ("values", layer.value)):
-                plan = plans[layer.index]
-                (heads, width) = states.mean.shape
-                stored.append(StoredStates(plan, name, heads * width, plan.bits(name, width)))
+    for index, states in heads.items():
+        for name, (count, width) in states.items():
+            stored.append(StoredStates(plans[index], name, count * width, plans[index].bits(name, width)))
     return stored
 
 

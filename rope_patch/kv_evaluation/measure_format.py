@@ -27,7 +27,7 @@ from rope_patch.kv_evaluation.attribution import (
     with_sides,
     without_causes,
 )
-from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states, token_bytes
+from rope_patch.kv_evaluation.cache_size import cache_bits, heads_of, stored_states
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting, WindowStates
 from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
@@ -68,7 +68,7 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
         scores = setting.suite.run(setting.model, cache=cache, window_batch=1, resume=setting.work, known=states.of)
         if quantizing:
             divergences = _divergences(setting, scheme, states)
-    stored = stored_states(setting.layers, setting.capture, scheme)
+    stored = stored_states(setting.layers, heads_of(setting.capture), scheme)
     return CheckRow(
         method=setting.method,
         format=name,
@@ -79,7 +79,6 @@ def _measure(setting: Setting, name: str, scheme: Scheme) -> CheckRow:
         key_bits=fmean(states.bits for states in stored if states.name == "keys"),
         value_bits=fmean(states.bits for states in stored if states.name == "values"),
         cache_bits={length: cache_bits(stored, length) for length in setting.lengths},
-        token_bytes=token_bytes(stored),
     )
 
 

@@ -208,7 +208,7 @@ class KVCheck:
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits", "token_bytes")
+        names = ("method", "format", "format_text", "key_bits", "value_bits", "bits")
         document: dict[str, Any] = {name: getattr(row, name) for name in names}
         for name in ("divergence", "attribution"):
             part = getattr(row, name)

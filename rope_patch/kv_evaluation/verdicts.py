@@ -65,7 +65,6 @@ class CheckRow:
         value_bits: effective bits per element of the quantized part of values, mean over layers.
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
-        token_bytes: the size that each token adds to a long cache [bytes].
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
         decoding: what the format changes while the model continues the windows; None if that was not asked for.
     """
@@ -79,7 +78,6 @@ class CheckRow:
     key_bits: float
     value_bits: float
     cache_bits: Mapping[int, float]
-    token_bytes: float
     attribution: Attribution | None = None
     decoding: Decoding | None = None
 

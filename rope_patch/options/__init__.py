@@ -12,7 +12,7 @@ from rope_patch.options.extend import ExtendOptions
 from rope_patch.options.fields import OptionSet
 from rope_patch.options.finetune import FinetuneOptions
 from rope_patch.options.kv_check import KvCheckOptions
-from rope_patch.options.plan import PlanOptions
+from rope_patch.options.plan import PlanOptions, ServeOptions
 from rope_patch.options.shipped import DemoOptions, MethodsOptions, RecipesOptions, TasksOptions
 
 COMMANDS: dict[str, type[OptionSet]] = {
@@ -27,6 +27,7 @@ COMMANDS: dict[str, type[OptionSet]] = {
         TasksOptions,
         CompareOptions,
         PlanOptions,
+        ServeOptions,
         FinetuneOptions,
         AnalyzeOptions,
         KvCheckOptions,

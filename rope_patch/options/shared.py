@@ -145,10 +145,10 @@ def chunk() -> Any:
     )
 
 
-def gpu_memory() -> Any:
-    """Return the field for the memory of a GPU, written as 24 or 24GB."""
+def gpu_memory(default: Any = 80.0) -> Any:
+    """Return the field for the memory of a GPU, written as 24 or 24GB, with its default."""
     help = "The memory of one GPU in GiB, as nvidia-smi shows it."
-    return option(help, 80.0, metavar="GIB", kind=float, read=parse_memory, above=0)
+    return option(help, default, metavar="GIB", kind=float, read=parse_memory, above=0)
 
 
 def force() -> Any:

@@ -92,6 +92,11 @@ def shape_of(model: str | Path | PreTrainedModel) -> Shape:
     """
     if isinstance(model, PreTrainedModel):
         return _read(model, model.config.name_or_path or type(model).__name__)
+    return _read(*named_model(model))
+
+
+def named_model(model: str | Path) -> tuple[PreTrainedModel, str]:
+    """Return a model without weights, and its name; it is given as for :func:`shape_of`."""
     name = str(model)
     if not Path(name).exists():
         owner, _, short = name.rpartition("/")
@@ -102,11 +107,11 @@ def shape_of(model: str | Path | PreTrainedModel) -> Shape:
             # A shipped config stands only for its organisation's model: another may have changed it.
             if owner in ("", values["_name_or_path"].partition("/")[0]):
                 with torch.device("meta"):
-                    return _read(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), path.stem)
+                    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)), path.stem
         elif not owner:
             known = ", ".join(path.stem for path in shipped.values())
             raise ValueError(f"unknown model {name!r}. Give a folder, a hub id, or one of {known}")
-    return _read(model_without_weights(name), name)
+    return model_without_weights(name), name
 
 
 def _read(model: PreTrainedModel, name: str) -> Shape:

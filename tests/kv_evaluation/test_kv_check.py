@@ -22,7 +22,7 @@ from rope_patch.evaluation.retrieval.measure import retrieval
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import error_shares, worst_layers
-from rope_patch.kv_evaluation.cache_size import cache_bits, stored_states
+from rope_patch.kv_evaluation.cache_size import cache_bits, heads_of, stored_states
 from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
 from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
 from rope_patch.kv_evaluation.results import KVCheck
@@ -109,7 +109,7 @@ def test_a_cache_that_is_flushed_has_the_size_that_the_next_query_reads():
     """After 40 tokens the fifth block of 8 keys is full, and rounded at once; the last 8 values stay as they are."""
     model = small()
     scheme = Scheme.parse("k=int2.channel8;v=int4.token8;residual=8;flush=8")
-    stored = stored_states(find_attention_layers(model), capture(model, ids(8)), scheme)
+    stored = stored_states(find_attention_layers(model), heads_of(capture(model, ids(8))), scheme)
     assert cache_bits(stored, 40) == (6 + (32 * 8 + 8 * 16) / 40) / 2
 
 
@@ -121,13 +121,6 @@ def test_which_features_of_keys_rotate_follows_from_each_method():
     # Two numbers of 16 bits share 8 features of keys, or 16 of values.
     assert (all_rotate.key_bits, half.key_bits, half.value_bits) == (16, (16 + 4 + 4) / 2, 4 + 2)
     assert 0 < all_rotate.divergence.kl < half.divergence.kl
-
-
-def test_each_token_takes_its_bytes(checked):
-    config = checked[0].config
-    token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # 2 bytes, keys and values
-    none, rounded, *_ = checked[1].rows
-    assert (none.token_bytes, rounded.token_bytes) == (token, token * rounded.bits / 16)
 
 
 def test_json_says_all_and_is_standard(checked):

@@ -33,7 +33,6 @@ def by_hand(name, losses, hits=None, bits=4.0, method="m", attribution=COST, kl=
         bits,
         bits,
         cache,
-        bits,
         attribution,
     )
     return CheckRow(method, name, "none", *parts)
