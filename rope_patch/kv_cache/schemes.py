@@ -191,6 +191,7 @@ class Preset:
 
 _GGML = "gguf.quants, the quantizers of ggml in Python"
 _VLLM = "vLLM 0.33's Triton kernels, interpreted"
+_PER_HEAD = "vLLM 0.32's Triton kernels, interpreted"
 _E4M3 = "torch.float8_e4m3fn, and the definition of e4m3"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -210,6 +211,23 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "k=fp8;v=fp8",
             "vLLM's --kv-cache-dtype fp8: e4m3 with a scale of 1, as long as no scales were calibrated",
             _E4M3,
+        ),
+        "vllm:fp8_per_token_head": Preset(
+            "k=fp8-scaled;v=fp8-scaled",
+            "vLLM's --kv-cache-dtype fp8_per_token_head: e4m3 with a float32 scale for each token and head, which its "
+            "Triton kernels for GPUs alone run",
+            f"{_PER_HEAD}, before the cast; the cast: {_E4M3}",
+        ),
+        "vllm:int8_per_token_head": Preset(
+            "k=int8-scaled;v=int8-scaled",
+            "as vllm:fp8_per_token_head, --kv-cache-dtype int8_per_token_head: integers without a zero point",
+            _PER_HEAD,
+        ),
+        "vllm:int4_per_token_head": Preset(
+            "k=int4-rht;v=int4-rht",
+            "as vllm:fp8_per_token_head, --kv-cache-dtype int4_per_token_head: integers with a zero point, heads "
+            "rotated by a Hadamard matrix with random signs (in bfloat16 on a GPU, in float32 here)",
+            _PER_HEAD,
         ),
         "vllm:turboquant-4": Preset(
             "k=turboquant4.hadamard;v=uniform4;skip=-2+-1+0+1",
@@ -238,27 +256,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "layer 1, as long as none was calibrated. Blackwell GPUs alone run it",
             "vLLM 0.32's ref_nvfp4_quant_dequant",
         ),
-        "sglang:nvfp4-qkrot16": Preset(
-            "k=nvfp4.hadamard16;v=nvfp4",
-            "SGLang's --kv-cache-dtype nvfp4 --qkrot-block 16 (pull request 36172, of which the description was read, "
-            "not the code): queries and keys rotated in blocks of 16",
-            "vLLM 0.32's ref_nvfp4_quant_dequant, but for the rotation",
-        ),
         "sglang:fp4_mx_block16": Preset(
             "k=fp4-mx16;v=fp4-mx16",
             "SGLang's --kv-cache-dtype fp4_mx_block16: e2m1 in blocks of 16 with a power of two as scale",
             "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil",
-        ),
-        "sglang:fp4_mx_block16-qkrot16": Preset(
-            "k=fp4-mx16.hadamard16;v=fp4-mx16",
-            "as sglang:fp4_mx_block16, with --qkrot-block 16 as in sglang:nvfp4-qkrot16",
-            "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil, but for the rotation",
-        ),
-        "mxfp4": Preset(
-            "k=mxfp4;v=mxfp4",
-            "OCP Microscaling Formats 1.0: e2m1 in blocks of 32 with a power of two as scale. No released engine has "
-            "such a cache; SGLang's pull request 38724 offers one, whose code was not read",
-            "torch's to_mxfp, in bfloat16",
         ),
         "kvarn-k4v2": Preset(
             "k=kvarn4.channel128.hadamard;v=kvarn2.hadamard;flush=128;sinks=128",

@@ -45,10 +45,10 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, llama.cpp:q8_0/q4_0, vllm:fp8, vllm:turboquant-4,
-    vllm:turboquant-3, vllm:turboquant_k8v4, vllm:turboquant_k3v4_nc, vllm:nvfp4, sglang:nvfp4-qkrot16,
-    sglang:fp4_mx_block16, sglang:fp4_mx_block16-qkrot16, mxfp4, kvarn-k4v2, transformers:quanto-4, kivi-4, kivi-2,
-    int8-token, int4-token.
+    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, llama.cpp:q8_0/q4_0, vllm:fp8,
+    vllm:fp8_per_token_head, vllm:int8_per_token_head, vllm:int4_per_token_head, vllm:turboquant-4,
+    vllm:turboquant-3, vllm:turboquant_k8v4, vllm:turboquant_k3v4_nc, vllm:nvfp4, sglang:fp4_mx_block16,
+    kvarn-k4v2, transformers:quanto-4, kivi-4, kivi-2, int8-token, int4-token.
 
     Example: ``rope-patch kv-check ./llama --formats "llama.cpp:q4_0 vllm:fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv``
