@@ -90,7 +90,7 @@ def like(model: Any) -> dict[str, Any]:
 
 
 def cache_scales(source: str | Path) -> Iterator[str]:
-    """Yield a sentence if a checkpoint has scales for a quantized cache, which neither transformers nor we read.
+    """Yield a sentence if a checkpoint has scales for a quantized cache, which transformers does not read.
 
     Args:
         source: a folder, whose weights files are looked into, a hub id or a GGUF file.
@@ -100,7 +100,7 @@ def cache_scales(source: str | Path) -> Iterator[str]:
     if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
         names.append("kv_cache_scheme")
     if names:
-        yield in_words({"its scales of a quantized cache are left out, and formats round at scale 1": names})
+        yield in_words({"its scales of a quantized cache, which kv-check measures vllm:fp8 with": names})
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:

@@ -23,6 +23,8 @@ from rope_patch.runtime.text import did_you_mean
 SCALE_BITS = 16
 """Number of bits of a scale or a zero point, as KIVI and similar methods store them."""
 SWITCHES = ("pre", "hadamard", "hadamardN")
+Scales = tuple[tuple[int, float, float], ...]
+"""The index of each layer, with the scale of its keys and that of its values."""
 FULL = "full"
 """The word for rotary features in full precision."""
 
@@ -113,9 +115,11 @@ class Scheme:
             ``residual`` values before its own are in full precision.
         sinks: number of first tokens in full precision [tokens].
         skip: indices of the layers in full precision; -1 is the last layer.
+        scales: what keys and values of layers are divided by before they are rounded to fp8, and multiplied by when
+            they are read; 1 for layers that are not named.
 
     Raises:
-        ValueError: a number is negative, or values have a switch that is for keys.
+        ValueError: a number is negative, values have a switch that is for keys, or scales are for another format.
 
     Example:
         >>> str(Scheme.parse("kivi-2"))
@@ -130,6 +134,7 @@ class Scheme:
     sinks: int = 0
     skip: tuple[int, ...] = ()
     flush: int = 0
+    scales: Scales = ()
 
     def __post_init__(self) -> None:
         if min(self.residual, self.flush, self.sinks) < 0:
@@ -137,6 +142,8 @@ class Scheme:
         object.__setattr__(self, "skip", tuple(sorted(set(self.skip))))
         if self.value.pre:
             raise ValueError("pre is for keys: values do not rotate")
+        if self.scales and not replace(self, scales=()).takes_scales:
+            raise ValueError(f"scales are for keys and values in fp8, got k={self.key};v={self.value}")
 
     def __str__(self) -> str:
         parts = [f"k={self.key}", f"v={self.value}"]
@@ -145,9 +152,16 @@ class Scheme:
         parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
         if self.skip:
             parts.append(f"skip={'+'.join(map(str, self.skip))}")
+        if self.scales:
+            parts.append(f"scales={'+'.join(f'{layer}:{key:.9g}:{value:.9g}' for layer, key, value in self.scales)}")
         if parts == ["k=none", "v=none"]:
             return "none"
         return ";".join(parts)
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether keys and values are rounded to fp8 at scale 1, which a layer may have others for."""
+        return {self.key.format, self.value.format} == {"fp8"} and not self.scales
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
@@ -312,8 +326,15 @@ def _with_part(scheme: Scheme, text: str) -> Scheme:
         if not re.fullmatch(r"-?[0-9]+(\+-?[0-9]+)*", value):
             raise ValueError(f"skip must be a whole number, or several such as 0+-1, got {value!r}")
         return replace(scheme, skip=tuple(map(int, value.split("+"))))
+    if name == "scales":
+        try:
+            layers = [part.split(":") for part in value.split("+")]
+            scales = tuple((int(layer), float(of_keys), float(of_values)) for layer, of_keys, of_values in layers)
+        except ValueError:
+            raise ValueError(f"scales must be LAYER:KEYS:VALUES+…, such as 0:0.5:0.1, got {value!r}") from None
+        return replace(scheme, scales=scales)
     if name not in _COUNTS:
-        raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=")
+        raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=, scales=")
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     count: dict[str, Any] = {name: int(value)}

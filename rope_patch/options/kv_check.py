@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from rope_patch.options import shared
@@ -67,6 +68,14 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
         "Together with the longest length they must fit into the stated context.",
         0,
         least=0,
+    )
+    calibrate: str | None = word(
+        "The text from which scales of an fp8 cache are computed, one for the keys and one for the values of each "
+        "layer: builtin, a file or a folder. vllm:fp8 is measured with them, too, and a folder that vLLM serves with "
+        "them is written.",
+        None,
+        metavar="builtin|PATH",
+        kind=PathLike,
     )
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")

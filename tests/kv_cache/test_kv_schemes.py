@@ -33,6 +33,7 @@ FORMS = [
     "k=q4_0.hadamard;v=q8_0.hadamard64;skip=-2+0",
     "k=kvarn4.channel128.hadamard;v=kvarn2;flush=128;sinks=128",
     "k=int4;v=int4;rope=full",
+    "k=fp8;v=fp8;scales=0:0.25:0.123456789+3:1:1e-05",
     "k=int2.channel32.pre;v=int2;rope=int8.channel32.hadamard16;residual=32",
 ]
 
@@ -112,6 +113,8 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
         ("kivi-2;sinks=-1", "sinks must be a whole number, got '-1'"),
         ("kivi-2;sink=1", "unknown part 'sink=1'. Known: k=, v="),
         ("k=int4.token;v=int4.tok", "unknown word 'tok' in 'int4.tok'"),
+        ("vllm:fp8;scales=0:1", "LAYER:KEYS:VALUES"),
+        ("kivi-2;scales=0:1:1", "scales are for keys and values in fp8"),
         ("k=int4;v=int4;rope=int4.channel8", "blocks of tokens as other features"),
         ("k=int4;v=int4;rope=int4.pre", "pre is written in k="),
         ("k=none;v=int4;rope=full", "no rope"),

@@ -231,6 +231,11 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "| `vllm:int8_per_token_head` | safe .0031 | safe .0074 | .43 |",
         lambda: cost("vllm:int8_per_token_head"),
     ),
+    (
+        "docs/kv-caches.md",
+        "| undecided .013 | safe .011 | .082 |",
+        lambda: cost("vllm:fp8 calibrated"),
+    ),
     ("docs/kv-caches.md", "| 1.0 | 8.8 |", lambda: [cost("int4-token")[2], *cost("int4-token", windows=2)]),
     ("docs/kv-caches.md", "`kivi-4` .0016 to .0024,", lambda: least_and_most("1.5B", "kivi-4")),
     (
