@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from rope_patch.kv_cache.schemes import Scales, Scheme
 from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
-from rope_patch.runtime.errors import read_json
 
 SCALES_FILE = "kv_scales.safetensors"
+WEIGHTS_FILE = "model-00001-of-00001.safetensors"
 
 
 @torch.no_grad()
@@ -61,6 +62,22 @@ def calibrated(
 def _scale(largest: float) -> float:
     """Return the scale by which a number becomes 448, in as few digits as the text of a scheme holds; 1 of 0."""
     return float(f"{largest / FP8_MAX:.6g}") or 1.0
+
+
+@contextlib.contextmanager
+def unrounded(model: nn.Module) -> Iterator[None]:
+    """Keep compressed-tensors from rounding keys and values by a checkpoint's own scales within a ``with`` block.
+
+    It does so in transformers wherever the config has a ``kv_cache_scheme``: full precision would be none.
+    """
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "k_scale")]
+    for module in modules:
+        module.quantization_enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.quantization_enabled = True
 
 
 def with_scales(formats: Mapping[str, Scheme], scales: Scales, label: str) -> dict[str, Scheme]:
@@ -104,7 +121,8 @@ def config_with_scales(source: str | Path) -> dict[str, Any]:
 def write_scales(source: str | Path, out: Path, scales: Scales) -> None:
     """Write a copy of a checkpoint that vLLM serves with scales of an fp8 cache; its weights are linked.
 
-    vLLM 0.32 was seen to read them on a CPU. transformers needs the package compressed-tensors to load such a folder.
+    vLLM 0.32 was seen to read them on a CPU. transformers needs the package compressed-tensors to load such a folder,
+    and then rounds keys and values by these scales itself.
 
     Args:
         source: folder or hub id of the checkpoint.
@@ -116,9 +134,9 @@ def write_scales(source: str | Path, out: Path, scales: Scales) -> None:
     """
     with copy_with_new_config(source, out, overwrite=True, link_weights=True) as folder:
         (folder / CONFIG_FILE).write_text(json.dumps(config_with_scales(source), indent=2))
-        names = [name for path in model_files(folder) for name, _ in outlines(path)]
+        files = {name: path.name for path in model_files(folder) for name, _ in outlines(path)}
         # As the files name them, which may be otherwise than the model does. Other towers have layers, too.
-        found = [re.match(r"(.*\.(\d+)\.(?:self_attn|attn|attention|mixer))\.", name) for name in names]
+        found = [re.match(r"(.*\.(\d+)\.(?:self_attn|attn|attention|mixer))\.", name) for name in files]
         modules = {
             int(match[2]): match[1] for match in found if match and not re.search("vision|visual|audio", match[1])
         }
@@ -129,8 +147,9 @@ def write_scales(source: str | Path, out: Path, scales: Scales) -> None:
             tensors[f"{modules[layer]}.k_scale"] = torch.tensor(of_keys)
             tensors[f"{modules[layer]}.v_scale"] = torch.tensor(of_values)
         save_file(tensors, folder / SCALES_FILE, metadata={"format": "pt"})
-        index = folder / INDEX_FILE
-        if index.is_file():
-            listed = read_json(index)
-            listed["weight_map"] |= dict.fromkeys(tensors, SCALES_FILE)
-            index.write_text(json.dumps(listed, indent=2))
+        whole = folder / "model.safetensors"
+        if whole.is_file():  # transformers would read it alone, and leave the scales at random numbers
+            whole.rename(folder / WEIGHTS_FILE)
+            files = dict.fromkeys(files, WEIGHTS_FILE)
+        index = {"metadata": {}, "weight_map": files | dict.fromkeys(tensors, SCALES_FILE)}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))

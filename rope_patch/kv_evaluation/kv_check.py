@@ -20,7 +20,7 @@ from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.calibration import calibrated, with_scales
+from rope_patch.kv_evaluation.calibration import calibrated, unrounded, with_scales
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting, WindowStates
 from rope_patch.kv_evaluation.decoding import check_decoding
 from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
@@ -139,7 +139,7 @@ def kv_check(
     layers: dict[str, Sequence[AttentionLayer]] = {}
     biases: tuple[KeyBias, ...] = ()
     for label, in_place in places.items():
-        with in_place() as tables:
+        with in_place() as tables, unrounded(model):
             check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
             layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
@@ -155,7 +155,7 @@ def kv_check(
     rows = []
     captures = {}
     for label, in_place in places.items():
-        with in_place() as tables:
+        with in_place() as tables, unrounded(model):
             reader = Reader(model)
             states = WindowStates(reader, compared, suite.spec.chunk)
             with progress.stage(f"{label}, statistics of keys"), capturing(layers[label], compared) as sums:

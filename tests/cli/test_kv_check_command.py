@@ -101,7 +101,9 @@ def test_calibrated_scales_are_written_where_vllm_reads_them(folder, given, tmp_
     assert config == json.loads((folder / "config.json").read_text())
     assert (quantization["quant_method"], quantization["kv_cache_scheme"]["num_bits"]) == ("compressed-tensors", 8)
     assert own_scales(tmp_path / "vllm-fp8") == tuple(map(pytest.approx, scales))
-    # Sharded weights have an index, which must name the file.
+    index = json.loads((tmp_path / "vllm-fp8" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() - written.keys() == load_file(folder / "model.safetensors").keys()
+    assert not (tmp_path / "vllm-fp8" / "model.safetensors").exists(), "transformers would read no other file"
     small().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     write_scales(tmp_path / "shards", tmp_path / "served", scales)
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]

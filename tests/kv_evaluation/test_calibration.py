@@ -72,3 +72,22 @@ def test_scales_mend_a_model_whose_keys_are_too_large_for_fp8():
         assert check.verdict(clipped, 56).kind == "unsafe"
     first, second = (Scheme.parse(check.of(method)[3].format_text).scales for method in methods)
     assert first != second, "another table makes other keys"
+
+
+def test_full_precision_is_measured_where_transformers_would_round_by_a_checkpoints_scales():
+    """compressed-tensors rounds keys in the forward of an attention, unless its ``quantization_enabled`` is off."""
+    model = small()
+    plain = small()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.register_buffer("k_scale", torch.tensor(1.0))
+
+        def rounded(module, args, keys, attention=attention):
+            return keys.round() if getattr(attention, "quantization_enabled", True) else keys
+
+        attention.k_proj.register_forward_hook(rounded)
+    suite = EvalSuite(EvalSpec([56], windows=2, tasks=()), TOKENIZER, text=ENGLISH)
+    checks = [rope_patch.kv_check(one, None, ["fp8"], suite) for one in (model, plain)]
+    assert not torch.equal(model(ids()).logits, plain(ids()).logits)
+    for row, expected in zip(*(check.rows for check in checks), strict=True):
+        assert row.scores == expected.scores
