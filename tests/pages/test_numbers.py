@@ -226,6 +226,16 @@ def decoded(cache_format):
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("docs/kv-caches.md", "| `kivi-4` | safe .0050 | safe .0043 | safe .0074 |", lambda: cost("kivi-4")),
+    (
+        "docs/kv-caches.md",
+        "| `vllm:int8_per_token_head` | safe .0031 | safe .0074 | .43 |",
+        lambda: cost("vllm:int8_per_token_head"),
+    ),
+    (
+        "docs/kv-caches.md",
+        "| undecided .013 | safe .011 | .082 |",
+        lambda: cost("vllm:fp8 calibrated"),
+    ),
     ("docs/kv-caches.md", "| 1.0 | 8.8 |", lambda: [cost("int4-token")[2], *cost("int4-token", windows=2)]),
     ("docs/kv-caches.md", "`kivi-4` .0016 to .0024,", lambda: least_and_most("1.5B", "kivi-4")),
     (
@@ -245,7 +255,7 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     ("docs/kv-caches.md", "| .16 | 1.8 | 1.0 |", lambda: cost("int4-token")),
     ("docs/kv-caches.md", "| .008: .013, .011 | .008: .041, .048 | .092: .046, .091 |", lambda: decoded("kvarn-k4v2")),
-    ("docs/kv-caches.md", "| .26: .12, .17 | .24: .19, .18 | 1.4: .64, .41 |", lambda: decoded("mxfp4")),
+    ("docs/kv-caches.md", "| .11: .083, .069 | .12: .083, .062 | 2.7: 2.1, 1.4 |", lambda: decoded("vllm:nvfp4")),
     ("docs/methods/p_rope.md", "| 22.4 | 26.0 | 45.8 | .32, .52, .00 | .03, .05, .00 |", lambda: pretrained("default")),
     (
         "docs/methods/p_rope.md",
