@@ -65,7 +65,7 @@ def kv_check(words: Sequence[str]) -> None:
         del patch["target_length"]  # the lengths say it
         # Full precision is among the names, and is not a format to check.
         counts = (len(names) - 1 + len(fp8) * bool(options.calibrate), len(compared))
-        total = tokens_to_check(suite.planned, *counts, options.decode)
+        total = tokens_to_check(suite.planned, *counts)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(suite.planned, layers)
         say_tokens(loaded, total, spec.longest, chunk=spec.chunk)
@@ -78,7 +78,6 @@ def kv_check(words: Sequence[str]) -> None:
                 suite,
                 methods=compared,
                 limits=options.limits,
-                decode=options.decode,
                 calibrate=calibrate,
                 resume=finished,
                 **patch,

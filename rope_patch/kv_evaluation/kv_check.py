@@ -22,12 +22,10 @@ from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.calibration import calibrated, unrounded, with_scales
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting, WindowStates
-from rope_patch.kv_evaluation.decoding import check_decoding
 from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
-from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capturing
 from rope_patch.modeling.environment import environment
@@ -92,7 +90,6 @@ def kv_check(
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
-    decode: int = 0,
     calibrate: Source | None = None,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
@@ -108,7 +105,6 @@ def kv_check(
         spec: the spec of what is measured, or a suite made from it, which may have texts in memory.
         methods: methods under which the formats are measured, as method strings.
         limits: limits of what a safe format may cost; by default 2 % of perplexity.
-        decode: number of tokens by which each window is continued greedily through each format.
         calibrate: text on which a scale for the keys and one for the values of each layer are computed, as
             :func:`~rope_patch.texts.documents.documents` takes it; ``"builtin"`` is text that no window has by default.
             Every fp8 format is measured with them, too, under its name and the word *calibrated*.
@@ -142,7 +138,6 @@ def kv_check(
     biases: tuple[KeyBias, ...] = ()
     for label, in_place in places.items():
         with in_place() as tables, unrounded(model):
-            check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
             layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
                 with naming_method(name):
@@ -168,7 +163,6 @@ def kv_check(
                 suite=suite,
                 limits=limits,
                 work=finished_work(model, work, suite.spec.longest),
-                decode=decode,
                 compared=compared,
                 biases=biases,
                 layers=layers[label],

@@ -16,7 +16,6 @@ from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
-from rope_patch.runtime.captions import count_text
 from rope_patch.runtime.number_format import kl_text, number_text
 from rope_patch.runtime.result_cache import finite
 
@@ -125,12 +124,13 @@ class KVCheck:
                         parts.append(f"{', '.join(names)} {many}")
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
+                for row in rows:
+                    parts += self._lost(row, length)
                 workload = ", ".join(["text", *self.spec.tasks])
                 at = f"{method} at"
                 if self.methods == ("default",) and not self.loaded:
                     at = "At"
                 sentences.append(f"{at} {length} tokens ({workload}): {'; '.join(parts)}.")
-            sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
         return sentences
 
     def advice(self) -> list[str]:
@@ -158,23 +158,15 @@ class KVCheck:
             sentences.append(sentence)
         return sentences
 
-    def _decoded(self, row: CheckRow) -> str:
-        """Return a sentence on what a format changes while decoding."""
-        assert row.decoding is not None and row.divergence is not None
-        steps = len(row.decoding.own[0])
-        prompts = len(row.decoding.own)
-        forced, own = map(kl_text, row.decoding.kl)
-        growth = row.decoding.growth()
-        change, low, high = (number_text(value, 4, sign=True) for value in growth)
-        parted = sorted(step for step in row.decoding.parted if step is not None)
-        apart = f"{len(parted)} of {count_text(prompts, 'prompt')} continue otherwise"
-        if parted:
-            apart += f", after {count_text(parted[0], 'token')} first and {parted[len(parted) // 2]} in the median"
-        return (
-            f"{row.method}, {steps} tokens written greedily after {self.spec.longest}: {row.format} has KL {forced} on "
-            f"the tokens of full precision and {own} on its own ({kl_text(row.divergence.kl)} reading); "
-            f"{apart}; second half of the steps minus the first {change} ({low} to {high})."
-        )
+    def _lost(self, row: CheckRow, length: int) -> list[str]:
+        """Return how many prompts of each task a format loses of those that full precision answers; [] if none."""
+        lost = []
+        for task in self.spec.tasks:
+            before, after = (one.scores.retrieval[task].samples(length) for one in (self.of(row.method)[0], row))
+            still = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
+            if not all(still):
+                lost.append(f"{len(still) - sum(still)} of {len(still)} {task}")
+        return [f"{row.format} loses {', '.join(lost)}"] if lost else []
 
     def _harm(self, row: CheckRow, length: int) -> str:
         """Return the change of perplexity, and everything else in which a format is unsafe, as text."""
@@ -213,10 +205,6 @@ class KVCheck:
         for name in ("divergence", "attribution"):
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
-        if row.decoding:
-            kl = row.decoding.kl
-            growth = row.decoding.growth()
-            document["decoding"] = asdict(row.decoding) | {"kl": kl, "growth": growth}
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         return document
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, whole, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, word
 from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 
@@ -63,12 +63,6 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("short_context", "bucket", "batch_tokens"))
-    decode: int = whole(
-        "The number of tokens by which the model also continues each window itself through each format, greedily. "
-        "Together with the longest length they must fit into the stated context.",
-        0,
-        least=0,
-    )
     calibrate: str | None = word(
         "The text from which scales of an fp8 cache are computed, one for the keys and one for the values of each "
         "layer: builtin, a file or a folder. vllm:fp8 is measured with them, too, and a folder that vLLM serves with "

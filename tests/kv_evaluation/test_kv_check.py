@@ -266,6 +266,15 @@ def test_what_rounds_nothing_is_said():
     assert sentence.endswith("; c is undecided; b, d round nothing at 8 tokens.")
 
 
+def test_what_a_format_loses_is_counted_of_what_full_precision_answers():
+    base = by_hand("none", BASE, {(8, 0.0): 0, (8, 0.5): 4})
+    check = check_of(
+        base, by_hand("a", BASE, {(8, 0.0): 3, (8, 0.5): 1, (8, 1.0): 5}), by_hand("b", BASE), lengths=(8,)
+    )
+    (sentence,) = check.summary()
+    assert "; a loses 4 of 10 passkey" in sentence and "b loses" not in sentence
+
+
 def test_the_patch_that_a_model_came_with_is_told(checked):
     model, _ = checked
     (plain,) = rope_patch.inspect(model).tables
