@@ -39,7 +39,8 @@ def compare(options: CompareOptions) -> None:
         more = ""
         if spec.tasks:
             more = ", and more where answers are wrong, which are written out"
-        say_tokens(loaded, total, spec.longest, rows=rows, chunk=spec.chunk, more=more)
+        marking = suite.tokens_to_mark(loaded)
+        say_tokens(loaded, total + marking, spec.longest, rows=rows, chunk=spec.chunk, more=more)
         name = ", ".join(options.evaluation.tasks)
         with resumable(finished), progress.bar(total, name, hidden=options.as_json or not first):
             comparison = engine.compare(loaded.eval(), tokenizer, compared, suite, **patch, resume=finished)

@@ -170,12 +170,16 @@ class Perplexity(Metric, name="perplexity"):
             raise ValueError("no window of text was measured: give windows >= 1")
         return result.perplexity
 
-    def values(self, result: EvalResult, span: Span) -> list[float]:
-        """Return the mean loss of each window that has tokens there [nats/token]."""
+    def sums(self, result: EvalResult, span: Span) -> list[tuple[float, int]]:
+        """Return the sum of the losses [nats] and the number of tokens of each window that has tokens there."""
         score = self.scores(result)
         inside = score.inside(span.start or 0, span.stop)
         sums = [(sum(one.nll[i] for i in inside), sum(one.tokens[i] for i in inside)) for one in score.documents]
-        return [nll / tokens for nll, tokens in sums if tokens]
+        return [(nll, tokens) for nll, tokens in sums if tokens]
+
+    def values(self, result: EvalResult, span: Span) -> list[float]:
+        """Return the mean loss of each window that has tokens there [nats/token]."""
+        return [nll / tokens for nll, tokens in self.sums(result, span)]
 
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the perplexity over all tokens."""
@@ -208,10 +212,19 @@ class KeyPerplexity(Perplexity, name="key_perplexity"):
     def difference(
         self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = CONFIDENCE
     ) -> PairedDifference:
-        """Return the difference; nan where no window has a key token."""
-        if not self.values(ours, span):
+        """Return the difference over all key tokens; nan where no window has one.
+
+        Windows have different numbers of them, so that a mean over windows would not be the change of the values. The
+        interval is that of a ratio of two sums over windows.
+        """
+        pairs = zip(self.sums(ours, span), self.sums(theirs, span), strict=True)
+        changes = [(nll - other, tokens) for (nll, tokens), (other, _) in pairs]
+        if not changes:
             return PairedDifference(math.nan, math.nan, math.nan)
-        return super().difference(ours, theirs, span, confidence)
+        mean_tokens = fmean(tokens for _, tokens in changes)
+        estimate = fmean(change for change, _ in changes) / mean_tokens
+        each = [estimate + (change - estimate * tokens) / mean_tokens for change, tokens in changes]
+        return PairedDifference(estimate, *paired_means(each, [0.0] * len(each), confidence))
 
     def scores(self, result: EvalResult) -> PerplexityResult:
         """Return the losses of key tokens."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from rope_patch.evaluation.count_tokens import check_tasks, tokens_to_read
 from rope_patch.evaluation.finished_work import Resume, finished_work
-from rope_patch.evaluation.perplexity.key_tokens import mark_key_tokens
+from rope_patch.evaluation.perplexity.key_tokens import context_windows, mark_key_tokens, tokens_to_mark
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.perplexity.result import PerplexityResult
 from rope_patch.evaluation.retrieval.chat_template import chat_frame
@@ -140,6 +140,17 @@ class Suite(ABC):
         """The spec with the number of windows that the text has room for."""
         return replace(self.spec, windows=len(self.windows))
 
+    def tokens_to_mark(self, model: nn.Module) -> int:
+        """Return how many tokens a model reads to mark the key tokens; 0 if the spec does not ask for them.
+
+        Raises:
+            ValueError: the short context is too long.
+        """
+        if self.spec.short_context is None:
+            return 0
+        windows = context_windows(self.spec.longest, self.spec.short_context, trained_length(model))
+        return len(self.windows) * tokens_to_mark(self.spec.longest, windows)
+
     def mark_key_tokens(self, model: nn.Module, *, resume: Resume = None) -> None:
         """Mark the key tokens of the windows, if the spec asks for them and no model has marked them yet.
 
@@ -159,6 +170,7 @@ class Suite(ABC):
                 short=self.spec.short_context,
                 longest=trained_length(model),
                 batch_tokens=self.spec.batch_tokens,
+                chunk=self.spec.chunk,
                 resume=resume,
             )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.reports import comparison as report
 from rope_patch.runtime.page import render
+from rope_patch.runtime.progress import listen
 from rope_patch.texts.builtin_text import builtin_text
 from rope_patch.texts.documents import TokenDocument, whole_text
 
@@ -84,6 +87,47 @@ def test_all_methods_are_measured_on_the_key_tokens_of_the_unpatched_model(bundl
     assert sum(window.key_tokens.sum() for window in suite.windows) == default.tokens
 
 
+def test_a_change_is_that_of_all_key_tokens_though_windows_have_unequal_numbers_of_them(bundled):
+    comparison = compare(*bundled, ["default", "p_rope:p=0.5"], SPEC)
+    for span in METRICS["key_perplexity"].spans(SPEC):
+        default, rotated = (METRICS["key_perplexity"].value(row.scores, span) for row in comparison.rows)
+        change = comparison.difference("p_rope:p=0.5", "default", "key_perplexity", span)
+        assert change.estimate == pytest.approx(math.log(rotated / default))
+        assert change.low + change.high == pytest.approx(2 * change.estimate)
+    # Where all tokens of the windows count, it is Student's interval, which perplexity has.
+    whole = [row.scores.perplexity for row in comparison.rows]
+    every = [
+        replace(row.scores, perplexity=replace(text, key_tokens=text))
+        for row, text in zip(comparison.rows, whole, strict=True)
+    ]
+    by_sums, by_windows = (
+        METRICS[name].difference(*every, Span(512, 256)) for name in ("key_perplexity", "perplexity")
+    )
+    assert by_sums == pytest.approx(by_windows)
+
+
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_what_is_announced_is_read_in_passes_that_are_asked_for(bundled, chunk):
+    model, tokenizer = bundled
+    suite = EvalSuite(replace(SPEC, chunk=chunk), tokenizer)
+    announced = []
+    done = []
+    with listen(lambda _, tokens: done.append(tokens), on_more=announced.append), spy_ids(model) as seen:
+        suite.mark_key_tokens(model)
+    # The long context is read in windows of 256 every 128, and the short one in windows of 40 every 8.
+    assert sum(announced) == sum(done) == suite.tokens_to_mark(model) == 4 * (3 * 256 + 60 * 40)
+    assert max(row.shape[1] for row in seen if row.shape[1] != FIXED_TOKENS) == (chunk or 256)
+    assert sum(int(window.key_tokens.sum()) for window in suite.windows) == 55
+
+
+def test_logits_that_are_not_finite_are_said_to_be(rows, bundled):
+    model = copy.deepcopy(bundled[0])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        mark_key_tokens(model, [TokenDocument("row", rows[0])], short=32, longest=256)
+
+
 def test_a_range_without_a_key_token_has_no_value_and_is_no_number_in_json(bundled):
     spec = EvalSpec((33, 512), tasks=(), windows=4, short_context=32)
     comparison = compare(*bundled, ["default", "pi"], spec)
@@ -110,7 +154,7 @@ def test_marked_windows_are_stored_and_not_read_again(bundled):
     assert {row.shape[1] for row in seen} == {FIXED_TOKENS}
 
 
-@pytest.mark.parametrize(("short", "words"), [(224, "well below 256"), (200, "no token of the text")])
+@pytest.mark.parametrize(("short", "words"), [(224, "below 256"), (200, "no token of the text")])
 def test_a_short_context_that_finds_nothing_is_refused(bundled, rows, short, words):
     model, _ = bundled
     with pytest.raises(ValueError, match=words):

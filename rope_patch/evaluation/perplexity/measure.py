@@ -199,6 +199,25 @@ def batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
         yield group
 
 
+def check_finite(item: Window, loss: Tensor, scored: Tensor) -> None:
+    """Raise ValueError, which names the token, if a loss is not finite: it would make every mean NaN.
+
+    Args:
+        item: the window.
+        loss: (tokens,) the loss of each token [nats].
+        scored: (tokens,) bool, the tokens that count.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    broken = (scored & ~torch.isfinite(loss)).nonzero()
+    if len(broken):
+        raise ValueError(
+            f"the loss at position {int(broken[0])} of window {item.start}:{item.stop} of {item.source.name} is not "
+            "finite: NaN or infinite logits, try float32"
+        )
+
+
 def sums_by_position(item: Window, loss: Tensor, scored: Tensor, edges: Sequence[int]) -> dict[str, Any]:
     """Return the sums of a window's losses by bucket, as JSON values for the result cache.
 
@@ -211,13 +230,7 @@ def sums_by_position(item: Window, loss: Tensor, scored: Tensor, edges: Sequence
     Raises:
         ValueError: a loss is not finite.
     """
-    # A NaN in one token would make every mean NaN: the error names the token.
-    broken = (scored & ~torch.isfinite(loss)).nonzero()
-    if len(broken):
-        raise ValueError(
-            f"the loss at position {int(broken[0])} of window {item.start}:{item.stop} of {item.source.name} is not "
-            "finite: NaN or infinite logits, try float32"
-        )
+    check_finite(item, loss, scored)
     parts = [loss[a:b][scored[a:b]] for a, b in itertools.pairwise(edges)]
     return {
         "nll": [float(part.sum()) for part in parts],
