@@ -97,7 +97,7 @@ class _Once(argparse.Action):
     ) -> None:
         """Raise UsageError if the option has a value already, which would be dropped."""
         if hasattr(namespace, self.dest):
-            raise UsageError(f"{option_string} is given twice: several values go into one pair of quotes")
+            raise UsageError(f"{option_string} is given twice: give it once, and several values in one pair of quotes")
         setattr(namespace, self.dest, values)
 
 
