@@ -37,6 +37,7 @@ def kv_check(words: Sequence[str]) -> None:
     from rope_patch.methods import as_method
     from rope_patch.reports import kv as report
     from rope_patch.runtime.result_cache import RESULT_CACHE
+    from rope_patch.texts.documents import documents
 
     names = engine.parse_formats(options.formats, calibrating=options.calibrate is not None)
     fp8 = [name for name, scheme in names.items() if scheme.takes_scales]
@@ -44,6 +45,10 @@ def kv_check(words: Sequence[str]) -> None:
         names |= with_scales(names, own, "with its own scales")
     if options.calibrate:
         config_with_scales(options.model)
+    calibrate: Any = options.calibrate
+    if calibrate not in (None, "builtin"):
+        calibrate = Path(calibrate)
+        next(documents(calibrate))  # one that is not there raises before the model is loaded
     compared = list(map(as_method, options.methods))
     machine = options.machine
     # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
@@ -56,11 +61,13 @@ def kv_check(words: Sequence[str]) -> None:
         tokenizer = load_tokenizer(options.model)
         for sentence in cache_scales(options.model):
             progress.say(sentence)
+        if calibrate and "default" not in map(str, compared):
+            progress.say(
+                f"{SERVED_FOLDER} is not written, since default is not among the methods: it is for the unpatched "
+                "checkpoint. For another method calibrate the folder that rope-patch apply writes"
+            )
         suite = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
-        calibrate: Any = options.calibrate
-        if calibrate not in (None, "builtin"):
-            calibrate = Path(calibrate)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
         # Full precision is among the names, and is not a format to check.

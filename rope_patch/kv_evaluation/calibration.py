@@ -27,7 +27,8 @@ from rope_patch.modeling.attention_layers import AttentionLayer
 from rope_patch.modeling.reader import Reader
 from rope_patch.modeling.temporary_modes import in_eval_mode
 
-SCALES_FILE = "kv_scales.safetensors"
+SCALES_FILE = "scales.safetensors"
+"""The last file by name, as programs load them: a checkpoint may hold scales of its own, which these replace."""
 WEIGHTS_FILE = "model-00001-of-00001.safetensors"
 
 
@@ -146,6 +147,7 @@ def write_scales(source: str | Path, out: Path, scales: Scales) -> None:
         for layer, of_keys, of_values in scales:
             tensors[f"{modules[layer]}.k_scale"] = torch.tensor(of_keys)
             tensors[f"{modules[layer]}.v_scale"] = torch.tensor(of_values)
+        (folder / SCALES_FILE).unlink(missing_ok=True)  # it may be a link to that of the source
         save_file(tensors, folder / SCALES_FILE, metadata={"format": "pt"})
         whole = folder / "model.safetensors"
         if whole.is_file():  # transformers would read it alone, and leave the scales at random numbers

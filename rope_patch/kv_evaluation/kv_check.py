@@ -129,7 +129,8 @@ def kv_check(
     texts = []
     if calibrate is not None:
         source = builtin_text("train") if calibrate == "builtin" else calibrate
-        texts = [window.ids for window in spread_windows(suite.tokenizer, source, suite.spec.longest)[0]]
+        calibration, _ = spread_windows(suite.tokenizer, source, suite.spec.longest, option="calibrate")
+        texts = [window.ids for window in calibration]
         progress.more(len(methods) * len(texts) * suite.spec.longest)
     places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record

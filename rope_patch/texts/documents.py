@@ -169,7 +169,7 @@ def encode(tokenizer: Any, source: Source, prefix: Sequence[int] | None = None) 
 
 
 def spread_windows(
-    tokenizer: Any, source: Source, longest: int, windows: int | None = None, *, most: int = 8
+    tokenizer: Any, source: Source, longest: int, windows: int | None = None, *, most: int = 8, option: str = "text"
 ) -> tuple[list[TokenDocument], str]:
     """Return windows that are spread evenly over a text, each beginning with the special tokens, and the text's digest.
 
@@ -181,6 +181,7 @@ def spread_windows(
         longest: length of each window, special tokens included [tokens].
         windows: number of windows; by default ``most``, or fewer if the text has no room for so many.
         most: number of windows by default.
+        option: the option that gave the text, which an error names.
 
     Raises:
         ValueError: the text is too short for the windows.
@@ -195,7 +196,7 @@ def spread_windows(
         # At least one, so that a text shorter than one window meets the error below, which says how much is needed.
         windows = max(1, min(most, total // size))
     if windows * size > total:
-        advice = "give a longer text (text, --text)"
+        advice = f"give a longer text ({option}, --{option})"
         if windows > 1:
             advice = f"ask for fewer windows, or {advice}"
         raise ValueError(

@@ -21,6 +21,7 @@ from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.calibration import own_scales, write_scales
 from rope_patch.reports import kv as kv_report
 
+NAME = "model.layers.1.self_attn.k_scale"
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 
 
@@ -90,7 +91,7 @@ def test_scales_of_a_checkpoint_are_named_and_used(folder, tmp_path):
 def test_calibrated_scales_are_written_where_vllm_reads_them(folder, given, tmp_path):
     command(folder, *FP8, "--calibrate", given[-1], "-o", tmp_path)
     scales = Scheme.parse(formats_in(tmp_path)["vllm:fp8 calibrated"]).scales
-    written = load_file(tmp_path / "vllm-fp8" / "kv_scales.safetensors")
+    written = load_file(tmp_path / "vllm-fp8" / "scales.safetensors")
     assert written == {
         f"model.layers.{layer}.self_attn.{which}_scale": torch.tensor(scale)
         for layer, *both in scales
@@ -107,7 +108,25 @@ def test_calibrated_scales_are_written_where_vllm_reads_them(folder, given, tmp_
     small().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     write_scales(tmp_path / "shards", tmp_path / "served", scales)
     index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index["model.layers.1.self_attn.v_scale"] == "kv_scales.safetensors" and len(index) > len(written)
+    assert index["model.layers.1.self_attn.v_scale"] == "scales.safetensors" and len(index) > len(written)
+
+
+def test_written_scales_replace_those_of_a_checkpoint_which_stay_as_they_are(tmp_path):
+    """vLLM loads all files in the order of their names, so that the last tensor of a name counts."""
+    small().save_pretrained(tmp_path / "plain")
+    source = tmp_path / "plain"
+    for name, scale in (("first", 0.5), ("second", 0.25)):
+        write_scales(source, tmp_path / name, ((0, scale, 1.0), (1, scale, 1.0)))
+        source = tmp_path / name
+    shipped = load_file(source / "model-00001-of-00001.safetensors") | {NAME: torch.tensor(2.0)}
+    (source / "model-00001-of-00001.safetensors").unlink()
+    save_file(shipped, source / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    write_scales(source, tmp_path / "third", ((0, 0.125, 1.0), (1, 0.125, 1.0)))
+    for name, scale in (("first", 0.5), ("second", 0.25), ("third", 0.125)):
+        loaded = {}
+        for path in sorted((tmp_path / name).glob("*.safetensors")):
+            loaded |= load_file(path)
+        assert loaded[NAME] == scale
 
 
 def test_calibration_is_refused_where_it_cannot_be_written_or_means_nothing(folder, given, tmp_path):
@@ -116,6 +135,16 @@ def test_calibration_is_refused_where_it_cannot_be_written_or_means_nothing(fold
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_refused(("kv-check", tmp_path, "--formats", "vllm:fp8", *asked), "awq")
+
+
+def test_calibration_says_early_what_is_wrong_with_its_text_and_that_no_folder_is_written(folder, given, tmp_path):
+    asked = ("kv-check", folder, *FP8, "-o", tmp_path / "out", "--calibrate")
+    assert_refused((*asked, tmp_path), "no .txt")
+    (tmp_path / "short.txt").write_text("a word")
+    assert "(calibrate, --calibrate)" in invoke(*asked, tmp_path / "short.txt").stderr
+    result = invoke(*asked, given[-1], "--methods", "p_rope:p=0.5")
+    assert result.exit_code == 0 and "vllm-fp8 is not written" in result.stderr
+    assert not (tmp_path / "out" / "vllm-fp8").exists()
 
 
 def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
