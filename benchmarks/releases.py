@@ -32,8 +32,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
 # By release
 
-What doubles the context that a release states. A model that was fine-tuned from a release mostly has its table;
-`rope-patch doctor` shows it, and [`rope-patch settings`](settings.md) the keys that are written.
+What doubles the context that a release states; add `-o FOLDER` to the commands. A model that was fine-tuned from a
+release mostly has its table: `rope-patch doctor` shows it, and [`rope-patch settings`](settings.md) the keys.
 
 Each command was run on a tiny random model with the rotary settings of the release, so the encoding is tested. Whether
 your checkpoint then reads so far was not measured: [`rope-patch extend`](extend.md) measures it. On a scaled table the
@@ -44,7 +44,8 @@ method is the one that was ahead on [toys with such a table](results/tables.md#c
 """
 TAIL = """
 *Programs that read the same* table and context as transformers 5 from the new folder; all: transformers 4, vLLM,
-SGLang, llama.cpp and MLX ([engines](engines.md)). `rope-patch export` writes a form for more of them.
+SGLang, llama.cpp and MLX ([engines](engines.md)). Of the rest `doctor FOLDER` says whether they differ or were not
+compared; `rope-patch export` writes a form for more of them.
 
 `python benchmarks/releases.py` writes this page.
 """
@@ -245,14 +246,16 @@ def row(release: Release, work: Path) -> str:
     comparison = compare_programs(output)
     before, after = (text_settings(folder) for folder in (source, output))
     old, new = (one["rope_parameters"].get("full_attention", one["rope_parameters"]) for one in (before, after))
-    becomes = f"{kind_of(new)}, states {thousands(after['max_position_embeddings'])}"
+    becomes = kind_of(new)
+    if after["max_position_embeddings"] != release.context * 2:
+        becomes += f", states {thousands(after['max_position_embeddings'])}"
     if new["rope_theta"] != old["rope_theta"]:
         becomes = f"base {new['rope_theta']:g}, {becomes}"
     if release.scaled["rope_type"] == "proportional":
-        becomes += ": all pairs that rotate make many turns within 256k, so that no table limits it"
+        becomes += ": no table limits it, since all pairs that rotate make many turns"
     if locate(model).windowed:
         return f"| {release.name} | {table_of(release)} | nothing does: all layers slide, and none sees further | | |"
-    command = f"`rope-patch {' '.join(shown_words)}`"
+    command = f"`rope-patch {' '.join(shown_words[:-2])}`"
     return f"| {release.name} | {table_of(release)} | {command} | {becomes} | {readers(comparison)} |"
 
 
@@ -265,9 +268,8 @@ def text_settings(folder: Path) -> dict[str, Any]:
 
 def kind_of(parameters: Mapping[str, Any]) -> str:
     """Return the type, the factor and the original context of a table."""
-    kind, factor, original = (
-        parameters.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings")
-    )
+    kind, factor = parameters["rope_type"], parameters.get("factor")
+    original = parameters.get("original_max_position_embeddings")
     text = "plain" if kind == "default" else f"`{kind}`"
     if factor is not None:
         text += f" ×{factor:g}"
@@ -286,12 +288,11 @@ def readers(comparison: ProgramComparison) -> str:
     """Return which programs compute the same table from a folder as transformers 5."""
     verdicts = {name: {one.verdict for one in comparison.rows if one.program == name} for name in PROGRAMS}
     same = [PROGRAMS[name].name for name, found in verdicts.items() if found == {AGREES}]
-    unknown = [PROGRAMS[name].name for name, found in verdicts.items() if UNVERIFIED in found]
-    if len(unknown) == len(verdicts):
+    if all(UNVERIFIED in found for found in verdicts.values()):
         return "not compared"
     if len(same) == len(verdicts):
         return "all"
-    return ", ".join(same or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
+    return ", ".join(same or ["none"])
 
 
 def page() -> str:
