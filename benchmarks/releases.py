@@ -241,7 +241,7 @@ def row(release: Release, work: Path) -> str:
         with contextlib.redirect_stdout(io.StringIO()):
             dispatch([folders.get(word, word) for word in shown_words])
     except ValueError as error:
-        reason = str(error).replace(str(source), "it")
+        reason = str(error).replace(str(source), "it").partition(": ")[0]
         return f"| {release.name} | {table_of(release)} | refused: {reason} | | |"
     comparison = compare_programs(output)
     before, after = (text_settings(folder) for folder in (source, output))

@@ -79,10 +79,9 @@ HEAD_OF_FAMILIES = """\
 Which of the {total} causal language model types of transformers can be patched ({versions}). `rope-patch doctor MODEL`
 looks at a checkpoint itself, whose options may differ from its type's default config.
 
-Every type was built as a tiny random model, patched with `yarn`, `abf`, `p_rope` and a halved `table`, and checked:
-perplexity and training loss are the model's own; generation with a cache, plain reloading, a cast to bfloat16, a LoRA
-adapter and restoring are right to the last bit; `doctor` says OK
-([results](../benchmarks/results/families.json), by `python -m pytest tests/families -m full --write`).
+Every type was built as a tiny random model, patched with four methods, and checked: perplexity and training loss are
+the model's own; generation with a cache, plain reloading, a cast to bfloat16, a LoRA adapter and restoring are right to
+the last bit ([results](../benchmarks/results/families.json), by `python -m pytest tests/families -m full --write`).
 
 | result | types | meaning |
 |---|---|---|"""
@@ -95,7 +94,7 @@ RESULTS = {
 }
 """The results of a family, and what they mean."""
 LISTED = "works"
-"""The result whose types are listed by name alone; types without a rotary table are left out, the rest have a reason."""
+"""The result whose types are listed by name. Types without a rotary table are left out; all others have a reason."""
 
 
 def page() -> str:
@@ -199,7 +198,7 @@ def families_page() -> str:
     lines += ["", "| type | result | reason |", "|---|---|---|"]
     for row in rows:
         if row["result"] not in (LISTED, "no rotary table"):
-            reason = textwrap.shorten(row["reason"], 72, placeholder=" …").replace("|", "\\|")
+            reason = textwrap.shorten(row["reason"], 60, placeholder=" …").replace("|", "\\|")
             lines.append(f"| `{row['type']}` | {row['result']} | {reason} |")
     names = [f"`{row['type']}`" for row in rows if row["result"] == LISTED]
     lines += ["", f"## {LISTED.capitalize()}", "", ", ".join(names)]
