@@ -35,9 +35,9 @@ HEAD = """\
 What doubles the context that a release states; add `-o FOLDER` to the commands. A model that was fine-tuned from a
 release mostly has its table: `rope-patch doctor` shows it, and [`rope-patch settings`](settings.md) the keys.
 
-Each command was run on a tiny random model with the rotary settings of the release, so the encoding is tested. Whether
-your checkpoint then reads so far was not measured: [`rope-patch extend`](extend.md) measures it. On a scaled table the
-method is the one that was ahead on [toys with such a table](results/tables.md#checkpoints-that-are-scaled-already).
+Each command was run on a tiny random model with the rotary settings of the release. Whether your checkpoint then reads
+so far, [`rope-patch extend`](extend.md) measures. On a scaled table the method is the one that was ahead on
+[toys](results/tables.md#checkpoints-that-are-scaled-already).
 
 | release | its table | to double its context | becomes | programs that read the same |
 |---|---|---|---|---|

@@ -77,7 +77,7 @@ HEAD_OF_FAMILIES = """\
 # Model families
 
 Which of the {total} causal language model types of transformers can be patched ({versions}). `rope-patch doctor MODEL`
-looks at a checkpoint itself, whose options may differ from its type's default config.
+looks at a checkpoint itself.
 
 Every type was built as a tiny random model, patched with four methods, and checked: perplexity and training loss are
 the model's own; generation with a cache, plain reloading, a cast to bfloat16, a LoRA adapter and restoring are right to
