@@ -236,9 +236,38 @@ def decoding() -> Figure:
     return figure
 
 
+def kept_tasks() -> Figure:
+    """Draw what two toys find, and how well they predict key tokens, by length and table."""
+    cells = {cell["cell"]: cell for cell in result("ruler_study")["cells"]}
+    figure = new_figure("What two toys keep beyond their 256 tokens, untrained", 5.6)
+    panels = figure.subplots(2, 2, sharex=True, sharey="row")
+    for column, toy in zip(panels.T, ("llama", "gemma3"), strict=True):
+        for axes, kind, metric in zip(column, ("short tasks", "text"), ("passkey", "key_perplexity"), strict=True):
+            rows = cells[f"toy {toy}, {kind}"]["rows"]
+            styles = line_styles([row["method"] for row in rows])
+            for row in rows:
+                scores = row["scores"][metric]
+                lengths = [int(span.rpartition("-")[2]) for span in scores]
+                values = [score["score"] for score in scores.values()]
+                axes.plot(lengths, values, marker="o", markersize=3, label=row["method"], **styles[row["method"]])
+            plain_axes(axes)
+            mark_position(axes, 256, "trained length")
+        column[0].set_title({"llama": "Llama", "gemma3": "of Gemma 3's shape"}[toy], fontsize=10, loc="left")
+        column[1].set(xscale="log", xlabel="length of the prompt, or end of the positions [tokens]", yscale="log")
+        column[1].set_xticks(lengths, [str(length) for length in lengths])
+        column[1].minorticks_off()
+    panels[0][0].set_ylabel("share of 102 passkeys")
+    panels[1][0].set_ylabel("perplexity of key tokens\n(log scale)")
+    few_log_ticks(panels[1][0].yaxis)
+    lines = panels[0][0].get_lines()[: len(rows)]
+    names = [wrapped_name(str(line.get_label()), 20) for line in lines]
+    figure.legend(lines, names, loc="outside right center", frameon=False, fontsize=9)
+    return figure
+
+
 def main() -> None:
     """Draw the figures and write the pictures."""
-    for draw in (before_after, two_models, attention_factor, angles, decoding):
+    for draw in (before_after, two_models, attention_factor, angles, decoding, kept_tasks):
         draw().savefig(ROOT / "docs" / f"{draw.__name__}.png", dpi=110, bbox_inches="tight")
 
 

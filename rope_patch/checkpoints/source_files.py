@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
-from rope_patch.checkpoints.weight_files import in_words, model_files, outlines
+from rope_patch.checkpoints.weight_files import in_words, outlines
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
 from rope_patch.runtime.errors import as_value_error, read_json
@@ -90,17 +90,17 @@ def like(model: Any) -> dict[str, Any]:
 
 
 def cache_scales(source: str | Path) -> Iterator[str]:
-    """Yield a sentence if a checkpoint has scales for a quantized cache, which neither transformers nor we read.
+    """Yield a sentence if a checkpoint has scales for a quantized cache, which transformers does not read.
 
     Args:
         source: a folder, whose weights files are looked into, a hub id or a GGUF file.
     """
-    tensors = [name for path in model_files(Path(source)) for name, _ in outlines(path)]
+    tensors = [name for path in Path(source).glob("*.safetensors") for name, _ in outlines(path)]
     names = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
     if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
         names.append("kv_cache_scheme")
     if names:
-        yield in_words({"its scales of a quantized cache are left out, and formats round at scale 1": names})
+        yield in_words({"its scales of a quantized cache, which kv-check measures vllm:fp8 with": names})
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:

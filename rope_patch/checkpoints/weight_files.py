@@ -39,7 +39,7 @@ def check_weights(folder: Path) -> None:
         if missing:
             raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
     for path in sorted(folder.glob("*.safetensors")):
-        with _opened(path):
+        with opened(path):
             pass
 
 
@@ -138,13 +138,18 @@ def model_files(folder: Path) -> list[Path]:
 
 def outlines(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each tensor in a file, and a tensor of its shape on the meta device."""
-    with _opened(path) as file:
+    with opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, torch.empty(file.get_slice(name).get_shape(), device="meta")
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; one that is damaged is named.
+
+    Raises:
+        OSError: the file is truncated or damaged.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             yield file

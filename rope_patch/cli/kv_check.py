@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rope_patch.cli.loading import load_model, load_tokenizer, prepare, say_tokens, working_together
 from rope_patch.cli.parsing import parse_words
@@ -14,6 +16,8 @@ from rope_patch.runtime.packaged import name_of
 
 HEAD_DIM = 128
 """The number of features of a head for which the bits of presets are listed."""
+SERVED_FOLDER = "vllm-fp8"
+"""The folder in the output that vLLM serves with calibrated scales."""
 
 
 def kv_check(words: Sequence[str]) -> None:
@@ -26,13 +30,20 @@ def kv_check(words: Sequence[str]) -> None:
 
     from rope_patch.checkpoints.source_files import cache_scales
     from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.kv_cache.schemes import Scheme
     from rope_patch.kv_evaluation import kv_check as engine
+    from rope_patch.kv_evaluation.calibration import config_with_scales, own_scales, with_scales, write_scales
     from rope_patch.kv_evaluation.measure_format import tokens_to_attribute, tokens_to_check
     from rope_patch.methods import as_method
     from rope_patch.reports import kv as report
     from rope_patch.runtime.result_cache import RESULT_CACHE
 
-    names = engine.parse_formats(options.formats)
+    names = engine.parse_formats(options.formats, calibrating=options.calibrate is not None)
+    fp8 = [name for name, scheme in names.items() if scheme.takes_scales]
+    if own := own_scales(options.model):
+        names |= with_scales(names, own, "with its own scales")
+    if options.calibrate:
+        config_with_scales(options.model)
     compared = list(map(as_method, options.methods))
     machine = options.machine
     # Perplexity is compared over all positions up to a length, so the text needs no finer position buckets.
@@ -47,11 +58,14 @@ def kv_check(words: Sequence[str]) -> None:
             progress.say(sentence)
         suite = EvalSuite(spec, tokenizer)  # texts that are missing or too short raise before the model is loaded
         loaded = load_model(options.model, machine)
+        calibrate: Any = options.calibrate
+        if calibrate not in (None, "builtin"):
+            calibrate = Path(calibrate)
         patch = options.patching.arguments()
         del patch["target_length"]  # the lengths say it
         # Full precision is among the names, and is not a format to check.
-        counts = (len(names) - 1, len(compared))
-        total = tokens_to_check(suite.planned, *counts, options.decode)
+        counts = (len(names) - 1 + len(fp8) * bool(options.calibrate), len(compared))
+        total = tokens_to_check(suite.planned, *counts)
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         more = math.prod(counts) * tokens_to_attribute(suite.planned, layers)
         say_tokens(loaded, total, spec.longest, chunk=spec.chunk)
@@ -60,17 +74,23 @@ def kv_check(words: Sequence[str]) -> None:
             checked = engine.kv_check(
                 loaded,
                 tokenizer,
-                list(names),
+                {name: str(scheme) for name, scheme in names.items()},
                 suite,
                 methods=compared,
                 limits=options.limits,
-                decode=options.decode,
+                calibrate=calibrate,
                 resume=finished,
                 **patch,
             )
     if first:
         named = replace(checked, model=name_of(options.model))
         write_and_show(options, files, named.to_json(), lambda: report.page(named))
+        for row in checked.rows:
+            # Under another table keys are others: the folder of rope-patch apply has scales of its own.
+            if options.calibrate and (row.method, row.format) == ("default", f"{fp8[0]} calibrated"):
+                folder = options.output / SERVED_FOLDER
+                write_scales(options.model, folder, Scheme.parse(row.format_text).scales)
+                progress.say(f"vllm serve {folder} --kv-cache-dtype fp8 reads these scales")
 
 
 def print_presets() -> None:

@@ -21,7 +21,7 @@ def plan_serve(options: ServeOptions) -> None:
         f"{planned.weights_bytes / GIB:.2f} GiB, and {planned.room_bytes / GIB:.2f} GiB are left for caches. "
         "Not counted: activations, and the tokens of a step that vLLM keeps beside a sliding window."
     )
-    table = new_table("format", "bytes a token", "longest context", f"of each of {options.requests} requests")
+    table = new_table("format", "bytes a token", "longest context [tokens]", f"of each of {options.requests} requests")
     for row in planned.rows:
         table.add_row(row.format, *(f"{value:,.0f}" for value in (row.bytes_per_token, row.tokens, row.tokens_each)))
     show(table)

@@ -8,7 +8,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from rope_patch.kv_cache.formats import FORMATS
+from rope_patch.kv_cache.formats import FORMATS, in_parts
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.registry import is_built_in
@@ -26,8 +26,9 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     """
     if side.format == "none" or x.numel() == 0:
         return x
-    work = at_least_float(x)
-    rotated = side.hadamard and x.shape[-1] % FORMATS[side.format].rotated == 0
+    form = FORMATS[side.format]
+    work = x if form.takes_half else at_least_float(x)
+    rotated = side.hadamard and x.shape[-1] % form.rotated == 0
     if rotated:
         work = mix(work, side.hadamard)
     if side.axis == "channel":
@@ -37,7 +38,7 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     else:
         size = side.features
         whole = x.shape[-1] // size * size
-        parts = [_round(_split(work[..., :whole], size), side, -1).flatten(-2)]
+        parts = [_round(in_parts(work[..., :whole], size), side, -1).flatten(-2)]
         if whole < x.shape[-1]:  # the last group is short
             parts.append(_round(work[..., whole:], side, -1))
         out = torch.cat(parts, -1)
@@ -90,12 +91,7 @@ def mix(x: Tensor, size: int = 1) -> Tensor:
     width = x.shape[-1] & -x.shape[-1] if size == 1 else size
     if x.shape[-1] % width:
         return x
-    return (_split(x, width) @ _hadamard(width, x.dtype, x.device)).flatten(-2)
-
-
-def _split(x: Tensor, size: int) -> Tensor:
-    """Return features (..., features) in parts of equal size: (..., parts, size)."""
-    return x.reshape(*x.shape[:-1], -1, size)
+    return (in_parts(x, width) @ _hadamard(width, x.dtype, x.device)).flatten(-2)
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,7 +30,7 @@ from rope_patch.registry import Registry
 FULL_BITS = 16
 """Number of bits of an element in full precision."""
 
-_constant = functools.lru_cache(maxsize=16)(torch.tensor)
+_constant = functools.lru_cache(maxsize=16)(torch.inference_mode(False)(torch.tensor))
 """``torch.tensor`` that copies numbers to a device once: a GPU is waited for each time."""
 
 FORMATS: Registry[Format] = Registry("cache format", "rope_patch.formats", ("bits", "round"))
@@ -49,6 +49,7 @@ class Format(ABC):
             has a scale over these tokens, too; 0 if no such scale is stored.
         rotated: heads are rotated by a Hadamard matrix, if the scheme says so, only where their size is a multiple of
             this number.
+        takes_half: whether :meth:`round` is given states in half precision as they are, not in float32.
     """
 
     bits: float
@@ -56,6 +57,7 @@ class Format(ABC):
     group: int = 0
     tokens: int = 0
     rotated: int = 1
+    takes_half: bool = False
 
     def __init_subclass__(cls, name: str = "", widths: Sequence[int] = ()) -> None:
         """Enter a subclass with a name into :data:`FORMATS`; of several widths each, with its bits in place of {}."""
@@ -199,35 +201,118 @@ class FP8(Format, name="fp8"):
 
     def round(self, x: Tensor, dim: int) -> Tensor:
         """Cast to float8 and back, with numbers beyond the largest clipped to it."""
-        return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+        return as_float8(x)
+
+
+def as_float8(x: Tensor) -> Tensor:
+    """Return numbers cast to float8 (e4m3) and back, with those beyond the largest clipped to it."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 class ScaledFP8(Format, name="fp8-scaled"):
-    """Float8 e4m3 with a scale for each group, by which its largest number becomes 448."""
+    """Float8 e4m3 times a float32, so that the largest number of a group becomes 448: vLLM's fp8_per_token_head.
+
+    *Source*: ``_reshape_cache_per_token_head`` of vLLM 0.32, in ``triton_reshape_and_cache_flash.py``.
+
+    Attributes:
+        largest: what the largest number of a group becomes.
+    """
 
     bits = 8
+    scales = 2  # of 32 bits
+    largest = FP8_MAX
 
     def round(self, x: Tensor, dim: int) -> Tensor:
-        """Scale, cast to float8 and back, and undo the scaling."""
-        scale = x.abs().amax(dim, keepdim=True) / FP8_MAX
-        return (x / nonzero(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale
+        """Scale, round, and undo the scaling."""
+        work = x.float()
+        scale = (work.abs().amax(dim, keepdim=True) / self.largest).clamp_min(LEAST_SCALE)
+        return (self.steps(work * (1 / scale)) * scale).to(x.dtype)
+
+    def steps(self, x: Tensor) -> Tensor:
+        """Return scaled numbers as they are stored."""
+        return as_float8(x)
 
 
-class MXFP4(Format, name="mxfp4"):
-    """Floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, either sign) times a power of two that 32 features share.
+class ScaledInteger(ScaledFP8, name="int8-scaled"):
+    """Integers from -127 to 127 times a float32, without a zero point: vLLM's int8_per_token_head."""
 
-    The scale is the smallest power of two by which no number of the block exceeds 6, as ``to_mxfp`` in torch takes it.
-    *Source*: OCP Microscaling Formats 1.0, whose section 6.3 takes the scale from the exponent of the largest number
-    alone, so that this number may be clipped.
+    largest = 127
+
+    def steps(self, x: Tensor) -> Tensor:
+        """Return scaled numbers as they are stored."""
+        return half_away_from_zero(x).clamp(-127, 127)
+
+
+class RotatedInteger(Format, name="int4-rht"):
+    """Integers from 0 to 15 of features that a random Hadamard matrix rotated: vLLM's int4_per_token_head.
+
+    Signs are flipped, the same ones for all heads, and features rotated in blocks, the largest power of two that
+    divides their number. The zero point is an integer, which takes the four lowest bits of a float32 scale.
+
+    *Source*: ``int4_per_token_head.py`` of vLLM 0.32, whose code for a CPU rotates in float32 and rounds the result to
+    the type of the model. That for a GPU rotates in bfloat16 whatever the type is.
+    """
+
+    bits = 4
+    scales = 2  # of 32 bits, with the zero point
+    takes_half = True
+
+    def round(self, x: Tensor, dim: int) -> Tensor:
+        """Rotate the features, which must lie along ``dim``, round to the nearest step, and rotate back."""
+        work = x.float().transpose(dim, -1)
+        width = work.shape[-1] & -work.shape[-1]
+        signs = _constant(_random_signs(width), device=x.device)
+        rotated = _butterfly(in_parts(work, width) * signs).flatten(-2).to(x.dtype).float()
+        low = rotated.amin(-1, keepdim=True)
+        high = rotated.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).clamp_min(LEAST_SCALE)
+        zero_point = half_away_from_zero(-low / scale).clamp(0, 15)
+        steps = half_away_from_zero(rotated * (1 / scale) + zero_point).clamp(0, 15)
+        rounded = (steps - zero_point) * (scale.view(torch.int32) & -16).view(torch.float32)
+        back = _butterfly(in_parts(rounded, width)) / width * signs
+        return back.flatten(-2).transpose(dim, -1).to(x.dtype)
+
+
+LEAST_SCALE = 1e-6
+"""The smallest scale of a token and head in vLLM."""
+
+
+def half_away_from_zero(x: Tensor) -> Tensor:
+    """Return the nearest whole numbers, halves away from zero, as kernels do that add a half and cut off the rest."""
+    return (x + 0.5 * x.sign()).trunc()
+
+
+@functools.cache
+def _random_signs(width: int) -> tuple[float, ...]:
+    """Return the signs, 1 or -1, with which vLLM makes a Hadamard matrix random."""
+    heads = torch.bernoulli(torch.full((width,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
+    return tuple((2 * heads - 1).tolist())
+
+
+def _butterfly(x: Tensor) -> Tensor:
+    """Return features, a power of two, times a Hadamard matrix of 1 and -1, in the order in which vLLM adds."""
+    half = 1
+    while half < x.shape[-1]:
+        one, other = in_parts(x, 2 * half).chunk(2, -1)
+        x = torch.cat([one + other, one - other], -1).flatten(-2)
+        half *= 2
+    return x
+
+
+class FP4MX16(Format, name="fp4-mx16"):
+    """Floats e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 and 6, either sign) times a power of two that 16 features share.
+
+    The scale is the smallest power of two by which no number of the block exceeds 6. *Source*:
+    ``FP4MXBlock16KVQuantizeUtil`` of SGLang.
 
     Attributes:
         ties_to_even: whether a number in the middle of two goes to that with an even mantissa; otherwise to the larger.
     """
 
     bits = 4
-    scales = 0.5
-    group = 32  # a scale has 8 bits
-    ties_to_even = True
+    scales = 0.5  # a scale has 8 bits
+    group = 16
+    ties_to_even = False
 
     def scale(self, largest: Tensor) -> Tensor:
         """Return the scale of a block by its largest absolute number."""
@@ -248,25 +333,18 @@ class MXFP4(Format, name="mxfp4"):
         return (steps.ldexp(exponent) * scale).copysign(work).to(x.dtype)
 
 
-class FP4MX16(MXFP4, name="fp4-mx16"):
-    """As mxfp4 with blocks of 16, and ties away from zero: ``FP4MXBlock16KVQuantizeUtil`` of SGLang."""
-
-    group = 16
-    ties_to_even = False
-
-
-class NVFP4(MXFP4, name="nvfp4"):
+class NVFP4(FP4MX16, name="nvfp4"):
     """Floats e2m1 times a float8 (e4m3) that 16 features share, with NVIDIA's second scale, that of a layer, at 1.
 
     *Source*: ``ref_nvfp4_quant_dequant`` in vLLM. Its kernels for GPUs, and those of FlashInfer, were not run; they
     multiply by approximate reciprocals. A scale of a layer is 1 as long as none was calibrated.
     """
 
-    group = 16
+    ties_to_even = True
 
     def scale(self, largest: Tensor) -> Tensor:
         """Return the scale of a block by its largest absolute number."""
-        return (largest * (1 / 6)).clamp_max(FP8_MAX).to(torch.float8_e4m3fn).float()
+        return as_float8(largest * (1 / 6))
 
 
 class KVarN(Format, name="kvarn{}", widths=(4, 2)):
@@ -319,3 +397,8 @@ def _imbalance(tile: Tensor, axes: Sequence[int]) -> Tensor:
 def nonzero(scale: Tensor) -> Tensor:
     """Return scales by which one can divide: 1 in place of 0, the scale of a group of equal numbers."""
     return scale.masked_fill(scale == 0, 1.0)
+
+
+def in_parts(x: Tensor, size: int) -> Tensor:
+    """Return features (..., features) in parts of equal size: (..., parts, size)."""
+    return x.reshape(*x.shape[:-1], -1, size)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -32,6 +32,8 @@ class LayerPlan:
             rounded and added when they are read; None if nothing is.
         exact: (heads, head_dim) whether each feature of keys stays in full precision whatever the scheme says; None if
             none does.
+        scales: what ``"keys"`` and ``"values"`` are divided by before they are rounded, and multiplied by when they
+            are read; empty for 1.
     """
 
     layer: AttentionLayer
@@ -39,6 +41,7 @@ class LayerPlan:
     sides: dict[str, Side]
     offset: Tensor | None = None
     exact: Tensor | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def needs_cos_sin(self) -> bool:
@@ -103,6 +106,10 @@ class LayerPlan:
     def _round(self, name: str, x: Tensor) -> Tensor:
         """Round blocks to the formats of a side; features of keys that rotate may have one of their own."""
         side = self.sides[name]
+        scale = self.scales.get(name)
+        if scale is not None:
+            unscaled = replace(self, scales={})
+            return (unscaled._round(name, at_least_float(x) / scale) * scale).to(x.dtype)
         if side.rope is None:
             return fake_quantize(x, side)
         out = torch.empty_like(x)
@@ -153,7 +160,7 @@ def plan_layers(layers: Sequence[AttentionLayer], scheme: Scheme) -> dict[int, L
     """Return the plan of each layer of a model under a scheme, by the index of the layer.
 
     Raises:
-        ValueError: the scheme skips a layer that the model does not have.
+        ValueError: the scheme skips a layer that the model does not have, or has scales for one.
     """
     owners = {layer.index: layer.keys_of for layer in layers}
     skipped = {index if index >= 0 else max(owners) + 1 + index for index in scheme.skip}
@@ -161,10 +168,13 @@ def plan_layers(layers: Sequence[AttentionLayer], scheme: Scheme) -> dict[int, L
         if owners.get(index) != index:
             own = ranges_text([layer for layer, owner in owners.items() if layer == owner])
             raise ValueError(f"skip names layer {index}: the layers with keys of their own are {own}")
+    scales = {layer: {"keys": of_keys, "values": of_values} for layer, of_keys, of_values in scheme.scales}
+    if unknown := scales.keys() - owners.keys():
+        raise ValueError(f"scales names layer {min(unknown)}: the layers that attend are {ranges_text(sorted(owners))}")
     plans = {}
     for layer in layers:
         sides = {"keys": scheme.key, "values": scheme.value}
         if layer.keys_of in skipped:
             sides = {"keys": Side(), "values": Side()}
-        plans[layer.index] = LayerPlan(layer, scheme, sides)
+        plans[layer.index] = LayerPlan(layer, scheme, sides, scales=scales.get(layer.keys_of, {}))
     return plans

@@ -23,6 +23,8 @@ from rope_patch.runtime.text import did_you_mean
 SCALE_BITS = 16
 """Number of bits of a scale or a zero point, as KIVI and similar methods store them."""
 SWITCHES = ("pre", "hadamard", "hadamardN")
+Scales = tuple[tuple[int, float, float], ...]
+"""The index of each layer, with the scale of its keys and that of its values."""
 FULL = "full"
 """The word for rotary features in full precision."""
 
@@ -113,9 +115,11 @@ class Scheme:
             ``residual`` values before its own are in full precision.
         sinks: number of first tokens in full precision [tokens].
         skip: indices of the layers in full precision; -1 is the last layer.
+        scales: what keys and values of layers are divided by before they are rounded to fp8, and multiplied by when
+            they are read; 1 for layers that are not named.
 
     Raises:
-        ValueError: a number is negative, or values have a switch that is for keys.
+        ValueError: a number is negative, values have a switch that is for keys, or scales are for another format.
 
     Example:
         >>> str(Scheme.parse("kivi-2"))
@@ -130,6 +134,7 @@ class Scheme:
     sinks: int = 0
     skip: tuple[int, ...] = ()
     flush: int = 0
+    scales: Scales = ()
 
     def __post_init__(self) -> None:
         if min(self.residual, self.flush, self.sinks) < 0:
@@ -137,6 +142,8 @@ class Scheme:
         object.__setattr__(self, "skip", tuple(sorted(set(self.skip))))
         if self.value.pre:
             raise ValueError("pre is for keys: values do not rotate")
+        if self.scales and not replace(self, scales=()).takes_scales:
+            raise ValueError(f"scales are for keys and values in fp8, got k={self.key};v={self.value}")
 
     def __str__(self) -> str:
         parts = [f"k={self.key}", f"v={self.value}"]
@@ -145,9 +152,16 @@ class Scheme:
         parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
         if self.skip:
             parts.append(f"skip={'+'.join(map(str, self.skip))}")
+        if self.scales:
+            parts.append(f"scales={'+'.join(f'{layer}:{key:.9g}:{value:.9g}' for layer, key, value in self.scales)}")
         if parts == ["k=none", "v=none"]:
             return "none"
         return ";".join(parts)
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether keys and values are rounded to fp8 at scale 1, which a layer may have others for."""
+        return {self.key.format, self.value.format} == {"fp8"} and not self.scales
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
@@ -191,6 +205,7 @@ class Preset:
 
 _GGML = "gguf.quants, the quantizers of ggml in Python"
 _VLLM = "vLLM 0.33's Triton kernels, interpreted"
+_PER_HEAD = "vLLM 0.32's Triton kernels, interpreted"
 _E4M3 = "torch.float8_e4m3fn, and the definition of e4m3"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -210,6 +225,23 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "k=fp8;v=fp8",
             "vLLM's --kv-cache-dtype fp8: e4m3 with a scale of 1, as long as no scales were calibrated",
             _E4M3,
+        ),
+        "vllm:fp8_per_token_head": Preset(
+            "k=fp8-scaled;v=fp8-scaled",
+            "vLLM's --kv-cache-dtype fp8_per_token_head: e4m3 with a float32 scale for each token and head, which its "
+            "Triton kernels for GPUs alone run",
+            f"{_PER_HEAD}, before the cast; the cast: {_E4M3}",
+        ),
+        "vllm:int8_per_token_head": Preset(
+            "k=int8-scaled;v=int8-scaled",
+            "as vllm:fp8_per_token_head, --kv-cache-dtype int8_per_token_head: integers without a zero point",
+            _PER_HEAD,
+        ),
+        "vllm:int4_per_token_head": Preset(
+            "k=int4-rht;v=int4-rht",
+            "as vllm:fp8_per_token_head, --kv-cache-dtype int4_per_token_head: integers with a zero point, heads "
+            "rotated by a Hadamard matrix with random signs (in bfloat16 on a GPU, in float32 here)",
+            _PER_HEAD,
         ),
         "vllm:turboquant-4": Preset(
             "k=turboquant4.hadamard;v=uniform4;skip=-2+-1+0+1",
@@ -238,27 +270,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "layer 1, as long as none was calibrated. Blackwell GPUs alone run it",
             "vLLM 0.32's ref_nvfp4_quant_dequant",
         ),
-        "sglang:nvfp4-qkrot16": Preset(
-            "k=nvfp4.hadamard16;v=nvfp4",
-            "SGLang's --kv-cache-dtype nvfp4 --qkrot-block 16 (pull request 36172, of which the description was read, "
-            "not the code): queries and keys rotated in blocks of 16",
-            "vLLM 0.32's ref_nvfp4_quant_dequant, but for the rotation",
-        ),
         "sglang:fp4_mx_block16": Preset(
             "k=fp4-mx16;v=fp4-mx16",
             "SGLang's --kv-cache-dtype fp4_mx_block16: e2m1 in blocks of 16 with a power of two as scale",
             "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil",
-        ),
-        "sglang:fp4_mx_block16-qkrot16": Preset(
-            "k=fp4-mx16.hadamard16;v=fp4-mx16",
-            "as sglang:fp4_mx_block16, with --qkrot-block 16 as in sglang:nvfp4-qkrot16",
-            "SGLang 0.5.23's FP4MXBlock16KVQuantizeUtil, but for the rotation",
-        ),
-        "mxfp4": Preset(
-            "k=mxfp4;v=mxfp4",
-            "OCP Microscaling Formats 1.0: e2m1 in blocks of 32 with a power of two as scale. No released engine has "
-            "such a cache; SGLang's pull request 38724 offers one, whose code was not read",
-            "torch's to_mxfp, in bfloat16",
         ),
         "kvarn-k4v2": Preset(
             "k=kvarn4.channel128.hadamard;v=kvarn2.hadamard;flush=128;sinks=128",
@@ -311,8 +326,15 @@ def _with_part(scheme: Scheme, text: str) -> Scheme:
         if not re.fullmatch(r"-?[0-9]+(\+-?[0-9]+)*", value):
             raise ValueError(f"skip must be a whole number, or several such as 0+-1, got {value!r}")
         return replace(scheme, skip=tuple(map(int, value.split("+"))))
+    if name == "scales":
+        try:
+            layers = [part.split(":") for part in value.split("+")]
+            scales = tuple((int(layer), float(of_keys), float(of_values)) for layer, of_keys, of_values in layers)
+        except ValueError:
+            raise ValueError(f"scales must be LAYER:KEYS:VALUES+…, such as 0:0.5:0.1, got {value!r}") from None
+        return replace(scheme, scales=scales)
     if name not in _COUNTS:
-        raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=")
+        raise ValueError(f"unknown part {text!r}. Known: k=, v=, {'=, '.join(_COUNTS)}=, skip=, rope=, scales=")
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     count: dict[str, Any] = {name: int(value)}

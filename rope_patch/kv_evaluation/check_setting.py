@@ -84,7 +84,6 @@ class Setting:
         suite: the suite of windows and prompts.
         limits: the limits of what a safe format may cost.
         work: the finished work of the model under this method; None if it is not stored.
-        decode: number of tokens by which each window is continued through each format; 0 for none.
         compared: (windows, tokens) the windows whose distributions are compared.
         biases: the pairs of biases that make outliers of the model's keys.
         layers: the attention layers of the model.
@@ -99,7 +98,6 @@ class Setting:
     suite: EvalSuite
     limits: Limits
     work: FinishedWork | None
-    decode: int
     compared: Tensor
     biases: Sequence[KeyBias]
     layers: Sequence[AttentionLayer]

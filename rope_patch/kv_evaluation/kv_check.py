@@ -20,13 +20,12 @@ from rope_patch.evaluation.finished_work import Resume, finished_work, open_work
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_evaluation.calibration import calibrated, unrounded, with_scales
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, Setting, WindowStates
-from rope_patch.kv_evaluation.decoding import check_decoding
 from rope_patch.kv_evaluation.measure_format import measure_attribution, measure_formats, tokens_to_attribute
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, verdict_of
 from rope_patch.methods import MethodLike
-from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import AttentionLayer, find_attention_layers
 from rope_patch.modeling.capture import capturing
 from rope_patch.modeling.environment import environment
@@ -37,6 +36,8 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import locate
 from rope_patch.patching.verify import trained_length
 from rope_patch.runtime import progress
+from rope_patch.texts.builtin_text import builtin_text
+from rope_patch.texts.documents import Source, spread_windows
 
 
 def check_spec(spec: EvalSpec) -> None:
@@ -51,19 +52,22 @@ def check_spec(spec: EvalSpec) -> None:
         raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
 
 
-def parse_formats(names: Sequence[str]) -> dict[str, Scheme]:
+def parse_formats(names: Sequence[str] | Mapping[str, str], *, calibrating: bool = False) -> dict[str, Scheme]:
     """Return the formats that are measured, by the names that they were given, full precision first.
 
     Args:
-        names: names of presets, or formats written out; full precision is skipped, and so is a name that is given
-            twice.
+        names: names of presets, or formats written out, or these by names of your own; full precision is skipped, and
+            so is a name that is given twice.
+        calibrating: whether one of them must take the scales of a text.
 
     Raises:
-        ValueError: a format cannot be read, two names mean the same format, or there is none besides full precision.
+        ValueError: a format cannot be read, two names mean the same format, there is none besides full precision, or
+            none takes scales.
     """
     formats = {"none": Scheme()}
-    for name in dict.fromkeys(names):
-        scheme = Scheme.parse(name)
+    texts = names if isinstance(names, Mapping) else {name: name for name in names}
+    for name, text in texts.items():
+        scheme = Scheme.parse(text)
         if scheme == Scheme():
             continue
         equal = next((other for other, known in formats.items() if known == scheme), None)
@@ -72,6 +76,8 @@ def parse_formats(names: Sequence[str]) -> dict[str, Scheme]:
         formats[name] = scheme
     if len(formats) == 1:
         raise ValueError("give at least one format beside none")
+    if calibrating and not any(scheme.takes_scales for scheme in formats.values()):
+        raise ValueError(f"calibrate is for keys and values in fp8: add vllm:fp8 to {', '.join(texts)}")
     return formats
 
 
@@ -79,12 +85,12 @@ def parse_formats(names: Sequence[str]) -> dict[str, Scheme]:
 def kv_check(
     model: nn.Module,
     tokenizer: Any,
-    formats: Sequence[str],
+    formats: Sequence[str] | Mapping[str, str],
     spec: EvalSpec | EvalSuite,
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
-    decode: int = 0,
+    calibrate: Source | None = None,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: Resume = None,
@@ -94,11 +100,14 @@ def kv_check(
     Args:
         model: a causal language model; if it is patched already, ``"default"`` measures it with its patch.
         tokenizer: the tokenizer of the model.
-        formats: names of presets, or formats written out; full precision is always measured, too.
+        formats: names of presets, or formats written out, or these by names of your own; full precision is always
+            measured, too.
         spec: the spec of what is measured, or a suite made from it, which may have texts in memory.
         methods: methods under which the formats are measured, as method strings.
         limits: limits of what a safe format may cost; by default 2 % of perplexity.
-        decode: number of tokens by which each window is continued greedily through each format.
+        calibrate: text on which a scale for the keys and one for the values of each layer are computed, as
+            :func:`~rope_patch.texts.documents.documents` takes it; ``"builtin"`` is text that no window has by default.
+            Every fp8 format is measured with them, too, under its name and the word *calibrated*.
         layer_types: layer types whose tables are patched, on a model with several tables.
         freeze_at: length at which a dynamic table is frozen before anything is measured [tokens].
         resume: file (or mapping) in which finished work is stored. The same call continues where it stopped, and reads
@@ -114,17 +123,21 @@ def kv_check(
     limits = limits or Limits()
     if isinstance(formats, str):
         raise ValueError(f"formats must be a list of formats, got {formats!r}")
-    parsed = parse_formats(formats)
+    parsed = parse_formats(formats, calibrating=calibrate is not None)
     suite = as_suite(spec, tokenizer)
     check_spec(suite.spec)
+    texts = []
+    if calibrate is not None:
+        source = builtin_text("train") if calibrate == "builtin" else calibrate
+        texts = [window.ids for window in spread_windows(suite.tokenizer, source, suite.spec.longest)[0]]
+        progress.more(len(methods) * len(texts) * suite.spec.longest)
     places = methods_in_place(model, methods, suite.spec.longest, layer_types=layer_types, freeze_at=freeze_at)
     record = locate(model).record
     # A format that does not fit raises before anything is measured. Which features rotate depends on the method.
     layers: dict[str, Sequence[AttentionLayer]] = {}
     biases: tuple[KeyBias, ...] = ()
     for label, in_place in places.items():
-        with in_place() as tables:
-            check_decoding(suite.spec.longest, decode, min(map(context_reached, tables)))
+        with in_place() as tables, unrounded(model):
             layers[label] = find_attention_layers(model)
             for name, scheme in parsed.items():
                 with naming_method(name):
@@ -139,7 +152,7 @@ def kv_check(
     rows = []
     captures = {}
     for label, in_place in places.items():
-        with in_place() as tables:
+        with in_place() as tables, unrounded(model):
             reader = Reader(model)
             states = WindowStates(reader, compared, suite.spec.chunk)
             with progress.stage(f"{label}, statistics of keys"), capturing(layers[label], compared) as sums:
@@ -150,7 +163,6 @@ def kv_check(
                 suite=suite,
                 limits=limits,
                 work=finished_work(model, work, suite.spec.longest),
-                decode=decode,
                 compared=compared,
                 biases=biases,
                 layers=layers[label],
@@ -160,7 +172,12 @@ def kv_check(
                 states=states,
                 reader=reader,
             )
-            rows += _measure(setting, parsed)
+            measured = parsed
+            if texts:
+                with progress.stage(f"{label}, scales of an fp8 cache"):
+                    scales = calibrated(model, layers[label], texts, suite.spec.chunk)
+                    measured = parsed | with_scales(parsed, scales, "calibrated")
+            rows += _measure(setting, measured)
     return KVCheck(
         model=model_name(model) or type(model).__name__,
         rows=tuple(rows),

@@ -29,10 +29,11 @@ from rope_patch.kv_evaluation.attribution import (
 )
 from rope_patch.kv_evaluation.cache_size import cache_bits, heads_of, stored_states
 from rope_patch.kv_evaluation.check_setting import COMPARED_WINDOWS, ERROR_TOKENS, Setting, WindowStates
-from rope_patch.kv_evaluation.decoding import kl_by_position, measure_decoding, tokens_to_decode
 from rope_patch.kv_evaluation.layer_outputs import LayerOutputs
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.inputs import tensor_hash
+from rope_patch.modeling.read_at_once import rows_at_once, scored_at_once
+from rope_patch.modeling.reader import Reader
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.runtime import progress
 
@@ -48,10 +49,6 @@ def measure_formats(setting: Setting, formats: Mapping[str, Scheme]) -> list[Che
     for name, scheme in formats.items():
         with naming_method(name), progress.stage(f"{setting.method}, {name}"):
             rows.append(_measure(setting, name, scheme))
-    if setting.decode:
-        with progress.stage(f"{setting.method}, decoding"):
-            decoded = measure_decoding(setting, {row.format: formats[row.format] for row in rows[1:]})
-        rows = [replace(row, decoding=decoded.get(row.format)) for row in rows]
     return rows
 
 
@@ -151,7 +148,7 @@ def tokens_to_attribute(spec: EvalSpec, layers: int) -> int:
     return _passes(layers) * _tokens_compared(spec) + min(ERROR_TOKENS, spec.longest)
 
 
-def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0) -> int:
+def tokens_to_check(spec: EvalSpec, formats: int, methods: int) -> int:
     """Return the number of tokens that a check reads if no format is unsafe.
 
     Under each method these are the windows and prompts, in full precision and through each format. The compared windows
@@ -161,10 +158,8 @@ def tokens_to_check(spec: EvalSpec, formats: int, methods: int, decode: int = 0)
         spec: the spec of the check, which states a number of windows, that of the suite.
         formats: number of formats besides full precision.
         methods: number of methods under which the formats are checked.
-        decode: number of tokens by which each window is continued.
     """
-    decoded = (spec.windows or 0) * tokens_to_decode(spec.longest, decode, formats)
-    return methods * ((1 + formats) * tokens_to_read(spec) + _tokens_compared(spec) + decoded)
+    return methods * ((1 + formats) * tokens_to_read(spec) + _tokens_compared(spec))
 
 
 def _tokens_compared(spec: EvalSpec) -> int:
@@ -204,3 +199,24 @@ def _compared(setting: Setting, states: WindowStates) -> Tensor:
     """Return KL and whether the first choice is the same: (2, windows, tokens)."""
     pairs = zip(setting.states.all(), states.all(), strict=True)
     return torch.stack([kl_by_position(setting.reader, plain, rough) for plain, rough in pairs], 1)
+
+
+def kl_by_position(reader: Reader, plain: Tensor, rough: Tensor) -> Tensor:
+    """Return KL and whether the first choice is the same, (2, tokens), a slice of positions at a time.
+
+    Args:
+        reader: the model, taken apart.
+        plain: (tokens, hidden) last hidden states in full precision.
+        rough: those through a quantized cache.
+    """
+    parts = []
+    size = scored_at_once(len(plain), plain.device.type)
+    for states in zip(torch.split(plain, size), torch.split(rough, size), strict=True):
+        logits = [reader.own_logits(part) for part in states]
+        few = rows_at_once(logits[0])
+        for rows in zip(*(torch.split(each, few) for each in logits), strict=True):
+            p, q = (part.float().log_softmax(-1) for part in rows)
+            kl = (p.exp() * (p - q)).sum(-1)
+            same = p.argmax(-1) == q.argmax(-1)
+            parts.append(torch.stack([kl, same.to(kl.dtype)]))
+    return torch.cat(parts, 1).cpu().double()

@@ -16,7 +16,7 @@ from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
-from rope_patch.runtime.captions import count_text
+from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.number_format import kl_text, number_text
 from rope_patch.runtime.result_cache import finite
 
@@ -109,7 +109,7 @@ class KVCheck:
                 base, *rows = self.of(method)
                 verdicts = [(row, self.verdict(row, length)) for row in rows]
                 parts = [
-                    f"{row.format} is unsafe ({self._harm(row, length)}; {row.attribution})"
+                    f"{row.format} is unsafe ({self._harm(row, length)})"
                     for row, verdict in verdicts
                     if verdict.kind == "unsafe"
                 ]
@@ -130,7 +130,8 @@ class KVCheck:
                 if self.methods == ("default",) and not self.loaded:
                     at = "At"
                 sentences.append(f"{at} {length} tokens ({workload}): {'; '.join(parts)}.")
-            sentences += [self._decoded(row) for row in self.of(method) if row.decoding]
+                if lost := list(filter(None, [self._lost(row, length) for row in rows])):
+                    sentences.append(f"Of what full precision answers at {length} tokens {'; '.join(lost)}.")
         return sentences
 
     def advice(self) -> list[str]:
@@ -158,23 +159,15 @@ class KVCheck:
             sentences.append(sentence)
         return sentences
 
-    def _decoded(self, row: CheckRow) -> str:
-        """Return a sentence on what a format changes while decoding."""
-        assert row.decoding is not None and row.divergence is not None
-        steps = len(row.decoding.own[0])
-        prompts = len(row.decoding.own)
-        forced, own = map(kl_text, row.decoding.kl)
-        growth = row.decoding.growth()
-        change, low, high = (number_text(value, 4, sign=True) for value in growth)
-        parted = sorted(step for step in row.decoding.parted if step is not None)
-        apart = f"{len(parted)} of {count_text(prompts, 'prompt')} continue otherwise"
-        if parted:
-            apart += f", after {count_text(parted[0], 'token')} first and {parted[len(parted) // 2]} in the median"
-        return (
-            f"{row.method}, {steps} tokens written greedily after {self.spec.longest}: {row.format} has KL {forced} on "
-            f"the tokens of full precision and {own} on its own ({kl_text(row.divergence.kl)} reading); "
-            f"{apart}; second half of the steps minus the first {change} ({low} to {high})."
-        )
+    def _lost(self, row: CheckRow, length: int) -> str:
+        """Return how many prompts of each task a format loses of those that full precision answers; "" if none."""
+        lost = []
+        for task in self.spec.tasks:
+            before, after = (one.scores.retrieval[task].samples(length) for one in (self.of(row.method)[0], row))
+            still = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
+            if not all(still):
+                lost.append(f"{len(still) - sum(still)} of {len(still)} {task}")
+        return f"{row.format} loses {names_text(lost)}" if lost else ""
 
     def _harm(self, row: CheckRow, length: int) -> str:
         """Return the change of perplexity, and everything else in which a format is unsafe, as text."""
@@ -189,6 +182,9 @@ class KVCheck:
         divergence = row.divergences[length]
         if exceeds(divergence.kl, self.limits):
             parts.append(f"KL {kl_text(divergence.kl)}")
+        if row.attribution is not None and row.attribution.remedies:
+            best = row.attribution.remedies[0]
+            parts.append(f"{kl_text(best.kl)} with {best.name}")
         return ", ".join(parts)
 
     def to_json(self) -> str:
@@ -213,10 +209,6 @@ class KVCheck:
         for name in ("divergence", "attribution"):
             part = getattr(row, name)
             document[name] = None if part is None else asdict(part)
-        if row.decoding:
-            kl = row.decoding.kl
-            growth = row.decoding.growth()
-            document["decoding"] = asdict(row.decoding) | {"kl": kl, "growth": growth}
         document["lengths"] = {str(length): self._entry(row, length) for length in self.lengths}
         return document
 

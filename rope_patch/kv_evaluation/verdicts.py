@@ -9,7 +9,6 @@ from rope_patch.evaluation.metrics import VerdictKind, spans_at
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.formats import FULL_BITS
 from rope_patch.kv_evaluation.attribution import Attribution
-from rope_patch.kv_evaluation.decoding import Decoding
 from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
 
@@ -66,7 +65,6 @@ class CheckRow:
         cache_bits: bits per element of a whole cache, by its length. Sinks, the residual window and unfinished blocks
             are in full precision, and sliding layers hold only their window.
         attribution: the costs of the format's parts; None unless the format is unsafe at some length.
-        decoding: what the format changes while the model continues the windows; None if that was not asked for.
     """
 
     method: str
@@ -79,7 +77,6 @@ class CheckRow:
     value_bits: float
     cache_bits: Mapping[int, float]
     attribution: Attribution | None = None
-    decoding: Decoding | None = None
 
     @property
     def divergence(self) -> Divergence | None:
@@ -101,8 +98,7 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
     a rise does, since the format should change nothing. In retrieval it is unsafe if significantly fewer prompts are
     answered, and safe if at most :data:`~rope_patch.evaluation.metrics.SAFE_LOST_SHARE` of them were lost. It is unsafe
     if KL exceeds the limit (:attr:`~rope_patch.options.kv_check.Limits.loss`), whatever the rest says: KL compares
-    whole distributions, so that neither the tokens of the text nor a fall of perplexity hide what changed. At the
-    longest length that holds for decoding, too, on either kind of tokens.
+    whole distributions, so that neither the tokens of the text nor a fall of perplexity hide what changed.
 
     Args:
         row: the row of the format.
@@ -121,11 +117,10 @@ def verdict_of(row: CheckRow, base: CheckRow, length: int, limits: Limits) -> Ve
             kinds.add("unsafe")
         else:
             kinds.add(metric.verdict(moved, limits.tolerance))
-    decoding = row.decoding if length == max(row.divergences) else None
     # Where nothing is rounded, equal scores say nothing about the format.
     if "unsafe" not in kinds and row.cache_bits[length] == FULL_BITS:
         return Verdict("undecided", idle=True)
-    if exceeds(divergence.kl, limits) or (decoding and exceeds(max(decoding.kl), limits)):
+    if exceeds(divergence.kl, limits):
         kinds.add("unsafe")
     if "unsafe" in kinds:
         return Verdict("unsafe")

@@ -58,8 +58,9 @@ class EvalSpec(OptionSet):
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), RULER's "
         "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, or ruler for all "
-        'of them, json_kv, or qa1 (a fact of a story). "" asks none, and leaves perplexity. extend takes '
-        "passkey and niah, and asks the first that the unpatched model answers within its context.",
+        "of them, json_kv, tool_call (a tool call to be repeated) and sums (of two numbers), which low-bit caches "
+        'break first. "" asks none, and leaves perplexity. extend takes passkey and niah, and asks the first that the '
+        "unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",
         several=True,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, whole, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, word
 from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 
@@ -45,10 +46,10 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, llama.cpp:q8_0/q4_0, vllm:fp8, vllm:turboquant-4,
-    vllm:turboquant-3, vllm:turboquant_k8v4, vllm:turboquant_k3v4_nc, vllm:nvfp4, sglang:nvfp4-qkrot16,
-    sglang:fp4_mx_block16, sglang:fp4_mx_block16-qkrot16, mxfp4, kvarn-k4v2, transformers:quanto-4, kivi-4, kivi-2,
-    int8-token, int4-token.
+    Formats: llama.cpp:q8_0, llama.cpp:q5_0, llama.cpp:q4_0, llama.cpp:q8_0/q4_0, vllm:fp8,
+    vllm:fp8_per_token_head, vllm:int8_per_token_head, vllm:int4_per_token_head, vllm:turboquant-4,
+    vllm:turboquant-3, vllm:turboquant_k8v4, vllm:turboquant_k3v4_nc, vllm:nvfp4, sglang:fp4_mx_block16,
+    kvarn-k4v2, transformers:quanto-4, kivi-4, kivi-2, int8-token, int4-token.
 
     Example: ``rope-patch kv-check ./llama --formats "llama.cpp:q4_0 vllm:fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv``
@@ -62,11 +63,13 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("short_context", "bucket", "batch_tokens"))
-    decode: int = whole(
-        "The number of tokens by which the model also continues each window itself through each format, greedily. "
-        "Together with the longest length they must fit into the stated context.",
-        0,
-        least=0,
+    calibrate: str | None = word(
+        "The text from which scales of an fp8 cache are computed, one for the keys and one for the values of each "
+        "layer: builtin, a file or a folder. vllm:fp8 is measured with them, too, and a folder that vLLM serves with "
+        "them is written.",
+        None,
+        metavar="builtin|PATH",
+        kind=PathLike,
     )
     methods: tuple[str, ...] = shared.methods(("default",))
     output: Path = shared.output("rope-patch-kv-check")

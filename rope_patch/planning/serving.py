@@ -103,8 +103,8 @@ def serve(options: ServeOptions) -> ServingPlan:
     room = VLLM_SHARE * options.gpu_memory * GIB - weights
     if room <= 0:
         raise ValueError(
-            f"the weights take {weights / GIB:.2f} GiB, and {VLLM_SHARE:.0%} of {options.gpu_memory:g} GiB hold them "
-            "not: take more memory, or give the size of quantized weights (--weights)"
+            f"the weights take {weights / GIB:.2f} GiB, and {VLLM_SHARE:.0%} of {options.gpu_memory:g} GiB do not hold "
+            "them: take more memory, or give the size of quantized weights (--weights)"
         )
     rows = []
     for name, scheme in schemes.items():

@@ -17,7 +17,8 @@ from support.report_pages import Page
 from support.tiny import small
 
 import rope_patch
-from rope_patch.kv_cache.schemes import PRESETS
+from rope_patch.kv_cache.schemes import PRESETS, Scheme
+from rope_patch.kv_evaluation.calibration import own_scales, write_scales
 from rope_patch.reports import kv as kv_report
 
 FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
@@ -63,15 +64,58 @@ def test_the_command_writes_what_it_says(folder, given, tmp_path):
     assert json.loads(again) == data and (out / "finished.jsonl").read_bytes() == before
 
 
-def test_scales_of_a_cache_are_said_to_be_left_out(folder, tmp_path):
+FP8 = ("--formats", "vllm:fp8", "--lengths", "40", "--windows", "1", "--tasks", "", "--no-report")
+
+
+def formats_in(out):
+    """The rows of a check: the text of each format, by its name."""
+    return {row["format"]: row["format_text"] for row in json.loads((out / "kv-check.json").read_text())["rows"]}
+
+
+def test_scales_of_a_checkpoint_are_named_and_used(folder, tmp_path):
     base = Path(shutil.copytree(folder, tmp_path / "base"))
-    asked = ("--formats", "vllm:fp8", "--lengths", "40", "--windows", "1", "--tasks", "", "--no-report")
-    assert "scale 1" not in invoke("kv-check", base, *asked, "-o", tmp_path / "without").stderr
     weights = load_file(base / "model.safetensors")
-    weights["model.layers.0.self_attn.k_scale"] = torch.tensor(0.02)
+    weights["model.layers.0.self_attn.k_scale"] = torch.tensor([0.25])
+    weights["model.layers.1.self_attn.attn.v_scale"] = torch.tensor(0.5)
+    weights["model.layers.1.self_attn.k_scale"] = torch.tensor([0.25, 0.5])  # of heads
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    said = invoke("kv-check", base, *asked, "-o", tmp_path / "with").stderr
-    assert "scale 1: model.layers.0.self_attn.k_scale" in said
+    assert "vllm:fp8 with: model.layers.0.self_attn.k_scale" in invoke("kv-check", base, *FP8, "-o", tmp_path).stderr
+    assert formats_in(tmp_path) == {
+        "none": "none",
+        "vllm:fp8": "k=fp8;v=fp8",
+        "vllm:fp8 with its own scales": "k=fp8;v=fp8;scales=0:0.25:1+1:1:0.5",
+    }
+
+
+def test_calibrated_scales_are_written_where_vllm_reads_them(folder, given, tmp_path):
+    command(folder, *FP8, "--calibrate", given[-1], "-o", tmp_path)
+    scales = Scheme.parse(formats_in(tmp_path)["vllm:fp8 calibrated"]).scales
+    written = load_file(tmp_path / "vllm-fp8" / "kv_scales.safetensors")
+    assert written == {
+        f"model.layers.{layer}.self_attn.{which}_scale": torch.tensor(scale)
+        for layer, *both in scales
+        for which, scale in zip("kv", both, strict=True)
+    }
+    config = json.loads((tmp_path / "vllm-fp8" / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == json.loads((folder / "config.json").read_text())
+    assert (quantization["quant_method"], quantization["kv_cache_scheme"]["num_bits"]) == ("compressed-tensors", 8)
+    assert own_scales(tmp_path / "vllm-fp8") == tuple(map(pytest.approx, scales))
+    index = json.loads((tmp_path / "vllm-fp8" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() - written.keys() == load_file(folder / "model.safetensors").keys()
+    assert not (tmp_path / "vllm-fp8" / "model.safetensors").exists(), "transformers would read no other file"
+    small().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    write_scales(tmp_path / "shards", tmp_path / "served", scales)
+    index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index["model.layers.1.self_attn.v_scale"] == "kv_scales.safetensors" and len(index) > len(written)
+
+
+def test_calibration_is_refused_where_it_cannot_be_written_or_means_nothing(folder, given, tmp_path):
+    asked = ("--lengths", "40", "--calibrate", "builtin", "-o", tmp_path / "out")
+    assert_refused(("kv-check", folder, "--formats", "kivi-2", *asked), "add vllm:fp8")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_refused(("kv-check", tmp_path, "--formats", "vllm:fp8", *asked), "awq")
 
 
 def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine_folders import checkpoint, prompt
 from support.engines import ROOT, Case, answers, report
 from support.prompting import ENGLISH
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.formats import FP8_MAX, Format
+from rope_patch.kv_evaluation.calibration import calibrated, write_scales
+from rope_patch.modeling.attention_layers import find_attention_layers
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TOKENS = 256
@@ -26,7 +29,7 @@ MODELS = {
     "SmolLM2-135M": ROOT / "build" / "smollm2" / "SmolLM2-135M-Instruct",
     "Gemma 3 270M": ROOT / "build" / "gemma3" / "gemma-3-270m-q4_k_m",
 }
-VLLM = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 2 * TOKENS}
+VLLM: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 2 * TOKENS}
 
 
 class CutFP8(Format, name="fp8-cut"):
@@ -107,3 +110,29 @@ def test_a_simulated_cache_costs_what_the_kernel_costs(name, scheme, tmp_path):
         assert results["decoded"]["kl_between"] < 0.2 * results[simulation]["kl"]
     # llama.cpp rounds queries too, and orders the features of Llama's heads in another way.
     assert 1 / 3 < ratio < 3
+
+
+def test_vllm_reads_the_scales_that_a_check_writes(tmp_path):
+    """Keys a thousand times as large and queries as much smaller: scale 1 clips, and scales of a text do not."""
+    plain = tmp_path / "plain"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama", plain))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= 1000
+            layer.self_attn.q_proj.weight /= 1000
+    model.save_pretrained(plain)
+    ids = prompt()[:TOKENS]
+    scales = calibrated(model, find_attention_layers(model), [torch.tensor(ids)])
+    write_scales(plain, tmp_path / "scaled", scales)
+    cases = [
+        Case("exact", plain, ids, options=VLLM),
+        Case("clipped", plain, ids, options=VLLM | {"kv_cache_dtype": "fp8"}),
+        Case("scaled", tmp_path / "scaled", ids, options=VLLM | {"kv_cache_dtype": "fp8"}),
+        Case("by its config", tmp_path / "scaled", ids, options=VLLM),
+    ]
+    found = answers("vllm", tmp_path, cases)
+    assert not any("error" in found[case.name] for case in cases), found
+    exact, *rough = (np.load(tmp_path / f"{case.name}.npy") for case in cases)
+    clipped, scaled, by_config = (float(divergence(exact, logprobs).mean()) for logprobs in rough)
+    assert scaled < clipped / 10 and by_config == scaled
+    report("scales of vllm:fp8", {"clipped": clipped, "scaled": scaled})

@@ -23,7 +23,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("task", ["passkey", "vt", "json_kv", "qa1"])  # numbers, names, codes, words
+@pytest.mark.parametrize("task", ["passkey", "vt", "json_kv", "sums"])  # numbers, names, codes
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
     tokenizer = tokenizer_of(kind)
@@ -63,8 +63,8 @@ def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, ta
         assert prompt.text == rendered + said
         assert prompt.length == length
         assert chatty(prompt.text + prompt.target, add_special_tokens=False)["input_ids"] == list(prompt.ids)
-        assert content.endswith(("?", "above.")) and said.strip().endswith((" is", " are", " the", ":"))
-        assert all(part in content for part in prompt.parts)
+        assert content.endswith(("?", "above.")) and said.strip().endswith((" is", " are", " =", ":"))
+        assert task == "sums" or all(part in content for part in prompt.parts)
 
 
 DATED = """{%- set today = strftime_now("%d %b %Y") -%}

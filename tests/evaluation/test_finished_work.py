@@ -111,9 +111,6 @@ CHANGES = {
         "lengths": lambda model, stored: check(model, stored, lengths=(40, 48)),
         "windows": lambda model, stored: check(model, stored, windows=1),
         "chunk": lambda model, stored: check(model, stored, chunk=20),
-        "continuation": lambda model, stored: check(model, stored, decode=2),
-        "longer continuation": lambda model, stored: check(model, stored, decode=3),
-        "chunk of a continuation": lambda model, stored: check(model, stored, decode=2, chunk=20),
     },
 }
 

@@ -107,7 +107,7 @@ def test_finished_windows_are_not_read_again(model, suite):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (EvalSpec([256], windows=1, tasks=["qa1"]), "qa1"),
+        (EvalSpec([256], windows=1, tasks=["sums"]), "sums"),
         (EvalSpec([64], windows=1), "64 tokens"),
         (EvalSpec([256, 257], windows=1), "beyond 256"),
     ],

@@ -229,6 +229,12 @@ def decoded(cache_format):
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("docs/kv-caches.md", "| safe .0050 | safe .0043 | safe .0074 |", lambda: cost("kivi-4")),
+    (
+        "docs/kv-caches.md",
+        "| 8.5 | safe .0031 | safe .0074 | .43 |",
+        lambda: [8.5, *cost("vllm:int8_per_token_head")],
+    ),
+    ("docs/kv-caches.md", "| undecided .013 | safe .011 | .082 |", lambda: cost("vllm:fp8 calibrated")),
     ("docs/kv-caches.md", "| 1.0 | 8.8 |", lambda: [cost("int4-token")[2], *cost("int4-token", windows=2)]),
     ("docs/results/caches.md", "`kivi-4` .0016 to .0024,", lambda: least_and_most("1.5B", "kivi-4")),
     (

@@ -65,8 +65,8 @@ def test_prompts_move_evenly_with_what_is_read_and_add_up():
 
 
 def test_shared_text_is_spread_over_all_prompts():
-    """Of a story's prompts the first reads nearly all, and progress is near its end when the others begin."""
-    asked = {**ASKED, "task": "qa1", "lengths": [192]}
+    """Of prompts with the same needles the first reads nearly all: progress is near its end when others begin."""
+    asked = {**ASKED, "task": "sums", "lengths": [192]}
     moved = reported(lambda: retrieval(bold(), TOKENIZER, **asked))
     halfway = sum(sum(moved[: i + 1]) < 3 * 192 / 2 for i in range(len(moved)))
     assert sum(moved) == 3 * 192 and halfway <= 3, "half of the work is the shared text, which is read in one pass"

@@ -32,7 +32,7 @@ def compared(model, tokenizer, methods, **options):
 
 def check_cache(model, tokenizer, formats, **options):
     """A check of caches; options that ``kv_check`` itself does not take make its limits and its suite."""
-    own = {name: options.pop(name) for name in (RUN | {"decode"}) & options.keys()}
+    own = {name: options.pop(name) for name in RUN & options.keys()}
     if options["lengths"]:
         options.setdefault("bucket", max(options["lengths"]))
     own["limits"] = Limits(options.pop("tolerance", 0.02))

@@ -127,7 +127,7 @@ RELOADED += ("mrrope:factor=4", "llama3:factor=4", "truncated", "yarn:factor=4+p
 IN_BFLOAT16 = ("p_rope:p=0.5", "yarn:factor=4", "mrrope:factor=4")
 PREPARED = ("default", "abf:factor=50", "pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "mrrope:factor=4")
 IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
-TASKS = "passkey niah niah_single_1 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multiquery fwe json_kv qa1"
+TASKS = "passkey niah niah_single_1 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multiquery fwe json_kv sums"
 FORMATS = "kivi-2 llama.cpp:q4_0 int4-token fp8"
 HARNESS_TASKS = "rope_passkey,rope_niah_single_1,rope_ppl"
 

@@ -404,7 +404,7 @@ def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_pat
         "evaluation.windows=0",
         "train.max_steps=1",
         "train.warmup_steps=0",
-        "evaluation.task=qa1",
+        "evaluation.task=sums",
     )
     result = finetune(options(tmp_path, *small, "patch.method=null"))
     (note,) = result.results["notes"]

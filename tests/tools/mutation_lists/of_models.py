@@ -208,10 +208,10 @@ KV_CACHE = (
         "    if measured.problem is None or subject.location.record is not None:\n        yield Check(\n",
     ),
     Mutation(
-        "kl_on_own_tokens_is_said_of_those_of_full_precision",
+        "prompts_that_full_precision_fails_too_count_as_lost",
         "rope_patch/kv_evaluation/results.py",
-        "forced, own = map(kl_text",
-        "own, forced = map(kl_text",
+        "in zip(before, after, strict=True) if was.correct]",
+        "in zip(before, after, strict=True)]",
     ),
     Mutation(
         "answers_of_another_cache_format_are_taken",
