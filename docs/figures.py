@@ -1,4 +1,4 @@
-"""Draw the figures of the README, of docs/evidence.md and of docs/kv-caches.md from benchmarks/results.
+"""Draw the figures of the README, of docs/results/tables.md and of docs/results/caches.md from benchmarks/results.
 
 python docs/figures.py        # writes a PNG into docs for each function that main() names
 """
