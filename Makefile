@@ -69,7 +69,7 @@ check: $(DEV) ## style, format, types, and whether what docs/commands.py writes 
 	$(BIN)/mypy
 	$(BIN)/python docs/commands.py --check
 
-commands: $(DEV) ## docs/commands.md, docs/families.md, the options of a recipe and the measured table of docs/methods.md
+commands: $(DEV) ## docs/commands.md, docs/families.md, and the tables of methods in docs/methods.md and docs/results/tables.md
 	$(BIN)/python docs/commands.py
 
 docs: $(SITE) ## the pages under docs as a site, with search, the commands and the Python API, in build/site

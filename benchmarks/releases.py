@@ -32,27 +32,23 @@ PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
 # By release
 
-What doubles the context that a release states. Find yours by its name; one that was fine-tuned from it mostly has the
-same table, and `rope-patch doctor` shows it.
+What doubles the context that a release states; add `-o FOLDER` to the commands. A model that was fine-tuned from a
+release mostly has its table: `rope-patch doctor` shows it, and [`rope-patch settings`](settings.md) the keys.
 
-That the encoding is right is tested: each command was run on a tiny random model with the
-rotary settings of the release. Whether yours then reads so far was not measured:
-[`rope-patch extend`](extend.md) with a long text of yours does that, and tries other methods, too. On a table that is
-scaled already, the method is the one that was ahead on
-[toys with such a table](evidence.md#checkpoints-that-are-scaled-already).
+Each command was run on a tiny random model with the rotary settings of the release. Whether your checkpoint then reads
+so far, [`rope-patch extend`](extend.md) measures. On a scaled table the method is the one that was ahead on
+[toys](results/tables.md#checkpoints-that-are-scaled-already).
 
-| release | its table | to double its context | written into config.json | programs that read the same |
+| release | its table | to double its context | becomes | programs that read the same |
 |---|---|---|---|---|
 """
 TAIL = """
-*Programs that read the same* (all: transformers 4, vLLM, SGLang, llama.cpp and MLX) compute the table and the context
-of transformers 5 from the new folder, by [the rules that `doctor` computes with](engines.md). `rope-patch export FOLDER
---to hf -o OTHER` writes a form for more of them.
+*Programs that read the same* table and context as transformers 5 from the new folder; all: transformers 4, vLLM,
+SGLang, llama.cpp and MLX ([engines](engines.md)). Of the rest `doctor FOLDER` says whether they differ or were not
+compared; `rope-patch export` writes a form for more of them.
 
 `python benchmarks/releases.py` writes this page.
 """
-DEFAULTS = (("beta_fast", 32.0), ("beta_slow", 1.0))
-"""Settings that a table has without stating them."""
 METHODS = {"llama3": "llama3", "linear": "abf factor=4", "proportional": "default"}
 """By the type of the table: the method that doubles the context of a release; `yarn` for all others."""
 
@@ -245,22 +241,22 @@ def row(release: Release, work: Path) -> str:
         with contextlib.redirect_stdout(io.StringIO()):
             dispatch([folders.get(word, word) for word in shown_words])
     except ValueError as error:
-        reason = str(error).replace(str(source), "it")
+        reason = str(error).replace(str(source), "it").partition(": ")[0]
         return f"| {release.name} | {table_of(release)} | refused: {reason} | | |"
     comparison = compare_programs(output)
     before, after = (text_settings(folder) for folder in (source, output))
     old, new = (one["rope_parameters"].get("full_attention", one["rope_parameters"]) for one in (before, after))
-    changed = {"max_position_embeddings": after["max_position_embeddings"]}
-    changed |= {name: value for name, value in new.items() if value != old.get(name) and (name, value) not in DEFAULTS}
-    first = ["max_position_embeddings", "rope_type", "factor"]
-    order = sorted(changed, key=lambda name: first.index(name) if name in first else len(first))
-    written = ", ".join(f"`{name}` {shown(changed[name])}" for name in order)
+    becomes = kind_of(new)
+    if after["max_position_embeddings"] != release.context * 2:
+        becomes += f", states {thousands(after['max_position_embeddings'])}"
+    if new["rope_theta"] != old["rope_theta"]:
+        becomes = f"base {new['rope_theta']:g}, {becomes}"
     if release.scaled["rope_type"] == "proportional":
-        written += ": all pairs that rotate make many turns within 256k, so that no table limits it"
+        becomes += ": no table limits it, since all pairs that rotate make many turns"
     if locate(model).windowed:
         return f"| {release.name} | {table_of(release)} | nothing does: all layers slide, and none sees further | | |"
-    command = f"`rope-patch {' '.join(shown_words)}`"
-    return f"| {release.name} | {table_of(release)} | {command} | {written} | {readers(comparison)} |"
+    command = f"`rope-patch {' '.join(shown_words[:-2])}`"
+    return f"| {release.name} | {table_of(release)} | {command} | {becomes} | {readers(comparison)} |"
 
 
 def text_settings(folder: Path) -> dict[str, Any]:
@@ -270,36 +266,33 @@ def text_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def shown(value: Any) -> str:
-    """Return a setting as the page shows it."""
-    if isinstance(value, list):
-        return "a list"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def table_of(release: Release) -> str:
-    """Return what the table of a release is, and the context that it states."""
-    found = release.scaled
-    kind, factor, original = (found.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings"))
+def kind_of(parameters: Mapping[str, Any]) -> str:
+    """Return the type, the factor and the original context of a table."""
+    kind, factor = parameters["rope_type"], parameters.get("factor")
+    original = parameters.get("original_max_position_embeddings")
     text = "plain" if kind == "default" else f"`{kind}`"
     if factor is not None:
         text += f" ×{factor:g}"
     if original is not None:
         text += f" over {thousands(original)}"
+    return text
+
+
+def table_of(release: Release) -> str:
+    """Return what the table of a release is, and the context that it states."""
     where = " on full layers" if "full_attention" in release.rope_parameters else ""
-    return f"{text}{where}, states {thousands(release.context)}"
+    return f"{kind_of(release.scaled)}{where}, states {thousands(release.context)}"
 
 
 def readers(comparison: ProgramComparison) -> str:
     """Return which programs compute the same table from a folder as transformers 5."""
     verdicts = {name: {one.verdict for one in comparison.rows if one.program == name} for name in PROGRAMS}
     same = [PROGRAMS[name].name for name, found in verdicts.items() if found == {AGREES}]
-    unknown = [PROGRAMS[name].name for name, found in verdicts.items() if UNVERIFIED in found]
-    if len(unknown) == len(verdicts):
+    if all(UNVERIFIED in found for found in verdicts.values()):
         return "not compared"
     if len(same) == len(verdicts):
         return "all"
-    return ", ".join(same or ["none"]) + (f"; not compared: {', '.join(unknown)}" if unknown else "")
+    return ", ".join(same or ["none"])
 
 
 def page() -> str:

@@ -1,7 +1,7 @@
 """What is generated of the pages: commands, methods, and model families.
 
-python docs/commands.py            # writes docs/commands.md, docs/families.md, and in docs/methods.md the tables of
-                                   # methods and their parameters
+python docs/commands.py            # writes docs/commands.md, docs/families.md, and the tables of methods in
+                                   # docs/methods.md and docs/results/tables.md
 python docs/commands.py --check    # fails where one is not current, as `make check` asks
 """
 
@@ -25,6 +25,7 @@ from rope_patch.tables import RotaryTable
 
 PAGE = Path(__file__).with_name("commands.md")
 METHODS_PAGE = PAGE.with_name("methods.md")
+MEASURED_PAGE = PAGE.with_name("results") / "tables.md"
 FAMILIES_PAGE = PAGE.with_name("families.md")
 ROOT = PAGE.parents[1]
 HEAD = """\
@@ -50,10 +51,10 @@ This page is made from the options by `docs/commands.py`.
 
 METHODS_HEAD = "| name | what it does to the table | written for transformers as |"
 PARAMETERS_HEAD = """\
-## Parameters
+## Parameters of methods
 
-A parameter is written behind the name of its method, as in `yarn:factor=4:beta_fast=16`. One that is shown without a
-default may be left out.
+A parameter is written behind the name of its [method](methods.md), as in `yarn:factor=4:beta_fast=16`. One that is
+shown without a default may be left out.
 """
 MEASURED_HEAD = "| method | llama 4× | gemma3 4× |"
 MEASURED = (
@@ -75,21 +76,12 @@ MEASURED = (
 HEAD_OF_FAMILIES = """\
 # Model families
 
-Which of the {total} causal language model types of transformers can be patched. `rope-patch doctor MODEL` looks at a
-checkpoint itself, whose options may differ from its type's default config.
+Which of the {total} causal language model types of transformers can be patched ({versions}). `rope-patch doctor MODEL`
+looks at a checkpoint itself.
 
-```bash
-python -m pytest tests/families -m full -n 2 --write
-python docs/commands.py
-```
-
-write this page, here with {versions}; without `--write` a changed result
-fails a test. Every type is built as a tiny random model and patched with `yarn`, `abf`, `p_rope` and a halved `table`.
-Eleven checks follow. Perplexity and the training loss must be the model's own. The others hold to the last bit: among
-them that the logits change, generation with a cache, saving and loading without `rope_patch`, a cast to bfloat16, a
-LoRA adapter (under the first method), and restoring
-([results](../benchmarks/results/families.json)). A check that fails without a patch too does not count. `doctor` must
-say OK before a patch, and under `yarn` and `p_rope`.
+Every type was built as a tiny random model, patched with four methods, and checked: perplexity and training loss are
+the model's own; generation with a cache, plain reloading, a cast to bfloat16, a LoRA adapter and restoring are right to
+the last bit ([results](../benchmarks/results/families.json), by `python -m pytest tests/families -m full --write`).
 
 | result | types | meaning |
 |---|---|---|"""
@@ -97,17 +89,18 @@ RESULTS = {
     "works": "every check passes, with every method that is not refused",
     "fails": "a check fails, or an error gives no reason or a wrong one",
     "refused": "`apply` raises an error that gives the reason, and changes nothing",
-    "no rotary table": "the model has no rotary embedding, or one without a table of frequencies",
+    "no rotary table": "no rotary embedding, or an embedding without a table of frequencies (BERT, GPT-2, Mamba …)",
     "not built": "no tiny model could be built, or it does not run by itself",
 }
 """The results of a family, and what they mean."""
-LISTED = ("works", "no rotary table")
-"""Results whose types are listed by name alone; types with another result are listed with the reason."""
+LISTED = "works"
+"""The result whose types are listed by name. Types without a rotary table are left out; all others have a reason."""
 
 
 def page() -> str:
-    """Return the page as Markdown."""
-    return "\n".join([HEAD, *(section(name, kind) for name, kind in COMMANDS.items())])
+    """Return the page as Markdown: the commands, and the parameters of the methods."""
+    commands = [section(name, kind) for name, kind in COMMANDS.items()]
+    return "\n".join([HEAD, *commands, PARAMETERS_HEAD, *map(parameters, own_methods())])
 
 
 def section(name: str, kind: type[OptionSet]) -> str:
@@ -147,23 +140,30 @@ def parameter(method: type[Method], f: Field[Any]) -> str:
     return f"- `{field_help(f).removesuffix('=…')}`{within}: {meaning}"
 
 
+def own_methods() -> list[type[Method]]:
+    """Return the methods of the package."""
+    return [method for method in METHODS.values() if method.__module__.startswith("rope_patch.")]
+
+
 def methods_page() -> str:
-    """Return docs/methods.md with the methods as their classes say, and the measured table as the results have it."""
-    own = [method for method in METHODS.values() if method.__module__.startswith("rope_patch.")]
-    text = METHODS_PAGE.read_text(encoding="utf-8")
-    text = with_table(text, [METHODS_HEAD, "|---|---|---|", *map(in_the_list, own)])
+    """Return docs/methods.md with the methods as their classes say."""
+    return with_table(METHODS_PAGE, [METHODS_HEAD, "|---|---|---|", *map(in_the_list, own_methods())])
+
+
+def measured_page() -> str:
+    """Return docs/results/tables.md with the table of every method as the results have it."""
     rows = [MEASURED_HEAD, "|---|---:|---:|"]
     for method in MEASURED:
         cells = [untrained(method, checkpoint) for checkpoint in ("llama", "gemma3")]
         rows.append(f"| `{method.removesuffix(':factor=4')}` | {' | '.join(cells)} |")
-    return with_table(text, rows).partition(PARAMETERS_HEAD)[0] + "\n".join([PARAMETERS_HEAD, *map(parameters, own)])
+    return with_table(MEASURED_PAGE, rows)
 
 
-def with_table(text: str, rows: list[str]) -> str:
+def with_table(path: Path, rows: list[str]) -> str:
     """Return a page with other rows in the table that has the first of these as its head."""
-    before, head, after = text.partition(rows[0])
+    before, head, after = path.read_text(encoding="utf-8").partition(rows[0])
     if not head:
-        sys.exit(f"{METHODS_PAGE} holds no table that begins with {rows[0]}")
+        sys.exit(f"{path} holds no table that begins with {rows[0]}")
     return before + "\n".join(rows) + "\n\n" + after.partition("\n\n")[2]
 
 
@@ -197,12 +197,11 @@ def families_page() -> str:
     lines += [f"| {result} | {report['counts'].get(result, 0)} | {meaning} |" for result, meaning in RESULTS.items()]
     lines += ["", "| type | result | reason |", "|---|---|---|"]
     for row in rows:
-        if row["result"] not in LISTED:
-            reason = textwrap.shorten(row["reason"], 100, placeholder=" …").replace("|", "\\|")
+        if row["result"] not in (LISTED, "no rotary table"):
+            reason = textwrap.shorten(row["reason"], 60, placeholder=" …").replace("|", "\\|")
             lines.append(f"| `{row['type']}` | {row['result']} | {reason} |")
-    for result in LISTED:
-        names = [f"`{row['type']}`" for row in rows if row["result"] == result]
-        lines += ["", f"## {result.capitalize()}", "", ", ".join(names)]
+    names = [f"`{row['type']}`" for row in rows if row["result"] == LISTED]
+    lines += ["", f"## {LISTED.capitalize()}", "", ", ".join(names)]
     return "\n".join([*lines, ""])
 
 
@@ -217,7 +216,7 @@ def untrained(method: str, checkpoint: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = {PAGE: page(), METHODS_PAGE: methods_page(), FAMILIES_PAGE: families_page()}
+    pages = {PAGE: page(), METHODS_PAGE: methods_page(), MEASURED_PAGE: measured_page(), FAMILIES_PAGE: families_page()}
     for path, text in pages.items():
         if sys.argv[1:] != ["--check"]:
             path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Draw the figures of the README, of docs/evidence.md and of docs/kv-caches.md from benchmarks/results.
+"""Draw the figures of the README, of docs/results/tables.md and of docs/results/caches.md from benchmarks/results.
 
 python docs/figures.py        # writes a PNG into docs for each function that main() names
 """
@@ -256,7 +256,7 @@ def kept_tasks() -> Figure:
         column[1].set(xscale="log", xlabel="length of the prompt, or end of the positions [tokens]", yscale="log")
         column[1].set_xticks(lengths, [str(length) for length in lengths])
         column[1].minorticks_off()
-    panels[0][0].set_ylabel("share of 102 passkeys")
+    panels[0][0].set(ylabel="share of 102 passkeys", ylim=(-0.03, 1.12))
     panels[1][0].set_ylabel("perplexity of key tokens\n(log scale)")
     few_log_ticks(panels[1][0].yaxis)
     lines = panels[0][0].get_lines()[: len(rows)]

@@ -17,7 +17,7 @@ from rope_patch.kv_evaluation.check_setting import Setting
 from rope_patch.modeling.attention_layers import AttentionLayer, split_pairs
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.runtime.captions import ranges_text
-from rope_patch.runtime.number_format import kl_text, number_text
+from rope_patch.runtime.number_format import number_text
 
 NAMED_SHARE = 0.9
 """Layers are named until they have this share of the costs of all single layers, the costliest first."""
@@ -75,15 +75,6 @@ class Attribution:
         if others := [cost for layer, cost in self.layers.items() if layer not in worst]:
             parts.append(f"the other {len(others)} {number_text(math.fsum(others), 3)} in all")
         return ", ".join(parts)
-
-    def __str__(self) -> str:
-        """Return where the cost comes from, and the best remedy, as text."""
-        parts = [f"keys alone {number_text(self.keys, 3)}", f"each layer alone: {self.by_layer}"]
-        if self.shares:
-            parts.append(f"error of logits: {self.causes}")
-        if self.remedies:
-            parts.append(f"KL {kl_text(self.remedies[0].kl)} with {self.remedies[0].name}")
-        return "; ".join(parts)
 
 
 def worst_layers(costs: Mapping[int, float]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from rope_patch.modeling.state_statistics import Capture
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
+from rope_patch.runtime.captions import names_text
 from rope_patch.runtime.number_format import kl_text, number_text
 from rope_patch.runtime.result_cache import finite
 
@@ -108,7 +109,7 @@ class KVCheck:
                 base, *rows = self.of(method)
                 verdicts = [(row, self.verdict(row, length)) for row in rows]
                 parts = [
-                    f"{row.format} is unsafe ({self._harm(row, length)}; {row.attribution})"
+                    f"{row.format} is unsafe ({self._harm(row, length)})"
                     for row, verdict in verdicts
                     if verdict.kind == "unsafe"
                 ]
@@ -124,13 +125,13 @@ class KVCheck:
                         parts.append(f"{', '.join(names)} {many}")
                 if self.spec.tasks and not any(answered(base, length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
-                for row in rows:
-                    parts += self._lost(row, length)
                 workload = ", ".join(["text", *self.spec.tasks])
                 at = f"{method} at"
                 if self.methods == ("default",) and not self.loaded:
                     at = "At"
                 sentences.append(f"{at} {length} tokens ({workload}): {'; '.join(parts)}.")
+                if lost := list(filter(None, [self._lost(row, length) for row in rows])):
+                    sentences.append(f"Of what full precision answers at {length} tokens {'; '.join(lost)}.")
         return sentences
 
     def advice(self) -> list[str]:
@@ -158,15 +159,15 @@ class KVCheck:
             sentences.append(sentence)
         return sentences
 
-    def _lost(self, row: CheckRow, length: int) -> list[str]:
-        """Return how many prompts of each task a format loses of those that full precision answers; [] if none."""
+    def _lost(self, row: CheckRow, length: int) -> str:
+        """Return how many prompts of each task a format loses of those that full precision answers; "" if none."""
         lost = []
         for task in self.spec.tasks:
             before, after = (one.scores.retrieval[task].samples(length) for one in (self.of(row.method)[0], row))
             still = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
             if not all(still):
                 lost.append(f"{len(still) - sum(still)} of {len(still)} {task}")
-        return [f"{row.format} loses {', '.join(lost)}"] if lost else []
+        return f"{row.format} loses {names_text(lost)}" if lost else ""
 
     def _harm(self, row: CheckRow, length: int) -> str:
         """Return the change of perplexity, and everything else in which a format is unsafe, as text."""
@@ -181,6 +182,9 @@ class KVCheck:
         divergence = row.divergences[length]
         if exceeds(divergence.kl, self.limits):
             parts.append(f"KL {kl_text(divergence.kl)}")
+        if row.attribution is not None and row.attribution.remedies:
+            best = row.attribution.remedies[0]
+            parts.append(f"{kl_text(best.kl)} with {best.name}")
         return ", ".join(parts)
 
     def to_json(self) -> str:

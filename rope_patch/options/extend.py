@@ -17,10 +17,10 @@ CANDIDATES = (
 )
 """Methods that compete by default, beside the checkpoint as it is. The second and third are YaRN with a weaker
 attention factor (1.03 and 1 instead of 1.07 at twice the context), which cost less within the context:
-docs/evidence.md."""
+docs/results/tables.md."""
 CANDIDATES_ON_SCALED = ("yarn", "mrrope", "llama3", "abf:factor=4")
 """Methods that compete by default where the checkpoint scales its table already, beside the one that raises its own
-type. On the toys of docs/evidence.md ``ntk``, and ``pi`` on top of another type, find no passkey."""
+type. On the toys of docs/results/tables.md ``ntk``, and ``pi`` on top of another type, find no passkey."""
 
 DEFAULT_SECONDS = 1800.0
 """The time for measuring the candidates where no budget is given [s]."""

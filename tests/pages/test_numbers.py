@@ -69,6 +69,11 @@ def within(model, table):
     return 100 * math.expm1(sum(changes) / 8)
 
 
+def without_factor(model):
+    """Return what YaRN costs over whole windows, with its attention factor and without [%]."""
+    return [within(model, "yarn:factor=2"), within(model, "yarn:factor=2:attention_factor=1")]
+
+
 def answers(task):
     """Return the mean log-probability of right answers on Qwen 0.5B, unpatched and under YaRN with and without its
     attention factor, without its sign [nats]."""
@@ -150,12 +155,10 @@ def smollm2_at_32k(method):
     return [column["values"][step["methods"].index(method)] for column in columns]
 
 
-def keys_kl(model, *changes):
-    """Return KL with keys in 2, 3 and 4 bits, for each change of the format, under the plain table [nats/token]."""
-    cells = [
-        row(result("cache_damage")["cells"], kind="keys", model=model, table="default", what=bits) for bits in "234"
-    ]
-    return [statistics.fmean(cell["kl"][change]) for change in changes for cell in cells]
+def keys_kl(model, bits):
+    """Return KL with keys in so many bits, plain, with a scale per channel and rotated [nats/token]."""
+    cell = row(result("cache_damage")["cells"], kind="keys", model=model, table="default", what=bits)
+    return [statistics.fmean(cell["kl"][change]) for change in ("none", "scale per channel", "rotated")]
 
 
 def workload(model, form, *names):
@@ -225,37 +228,41 @@ def decoded(cache_format):
 
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
-    ("docs/kv-caches.md", "| `kivi-4` | safe .0050 | safe .0043 | safe .0074 |", lambda: cost("kivi-4")),
+    ("docs/kv-caches.md", "| safe .0050 | safe .0043 | safe .0074 |", lambda: cost("kivi-4")),
     (
         "docs/kv-caches.md",
-        "| `vllm:int8_per_token_head` | safe .0031 | safe .0074 | .43 |",
-        lambda: cost("vllm:int8_per_token_head"),
+        "| 8.5 | safe .0031 | safe .0074 | .43 |",
+        lambda: [8.5, *cost("vllm:int8_per_token_head")],
     ),
-    (
-        "docs/kv-caches.md",
-        "| undecided .013 | safe .011 | .082 |",
-        lambda: cost("vllm:fp8 calibrated"),
-    ),
+    ("docs/kv-caches.md", "| undecided .013 | safe .011 | .082 |", lambda: cost("vllm:fp8 calibrated")),
     ("docs/kv-caches.md", "| 1.0 | 8.8 |", lambda: [cost("int4-token")[2], *cost("int4-token", windows=2)]),
-    ("docs/kv-caches.md", "`kivi-4` .0016 to .0024,", lambda: least_and_most("1.5B", "kivi-4")),
+    ("docs/results/caches.md", "`kivi-4` .0016 to .0024,", lambda: least_and_most("1.5B", "kivi-4")),
     (
-        "docs/kv-caches.md",
-        "`vllm:turboquant_k8v4` to .015,",
+        "docs/results/caches.md",
+        "`vllm:turboquant_k8v4` to .015.",
         lambda: least_and_most("1.5B", "vllm:turboquant_k8v4")[1:],
     ),
     (
-        "docs/kv-caches.md",
+        "docs/results/caches.md",
         "`kivi-4` is safe in all six, at KL of .0030 to .0082",
         lambda: least_and_most("0.5B", "kivi-4"),
     ),
     (
-        "docs/kv-caches.md",
+        "docs/results/caches.md",
         "`vllm:fp8` is unsafe in all six, at .037 to .40",
         lambda: least_and_most("0.5B", "vllm:fp8"),
     ),
     ("docs/kv-caches.md", "| .16 | 1.8 | 1.0 |", lambda: cost("int4-token")),
-    ("docs/kv-caches.md", "| .008: .013, .011 | .008: .041, .048 | .092: .046, .091 |", lambda: decoded("kvarn-k4v2")),
-    ("docs/kv-caches.md", "| .11: .083, .069 | .12: .083, .062 | 2.7: 2.1, 1.4 |", lambda: decoded("vllm:nvfp4")),
+    (
+        "docs/results/caches.md",
+        "| .008 | .013 | .011 | .008 | .041 | .048 | .092 | .046 | .091 |",
+        lambda: decoded("kvarn-k4v2"),
+    ),
+    (
+        "docs/results/caches.md",
+        "| .18 | .11 | .22 | .13 | .13 | .072 | .18 | .15 | .12 |",
+        lambda: decoded("kivi-2"),
+    ),
     ("docs/methods/p_rope.md", "| 22.4 | 26.0 | 45.8 | .32, .52, .00 | .03, .05, .00 |", lambda: pretrained("default")),
     (
         "docs/methods/p_rope.md",
@@ -295,25 +302,22 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/methods/p_rope.md", "the model reads +23 % (+14 to +32)", lambda: against_plain("p_rope_reversed:p=0.75")),
     ("docs/methods/p_rope.md", "size reads +94 % (+65 to +128)", lambda: against_plain("nope")),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
-    ("docs/methods.md", "3 to 4 % lost up to", lambda: lost("yarn")),
-    ("docs/methods.md", "and 6 to 12 % lost", lambda: lost("abf")),
+    ("docs/methods.md", "from 382 to 32 in the last quarter of", lambda: [smollm2("default"), smollm2("yarn")]),
     (
-        "docs/methods.md",
-        "12.4 in the last half, 42.7 without",
-        lambda: [toy(table, 4)["perplexity"]["1024"] for table in ("YaRN", "default")],
+        "docs/results/tables.md",
+        "| default | 13.4, 42.7, 0.00 |",
+        lambda: [toy("default", 4)["perplexity"][key] for key in ("256", "1024")] + passkeys(["default"], 4),
     ),
-    ("docs/methods.md", "passkeys .91, none without", lambda: passkeys(["YaRN"], 4)),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "YaRN finds .89 of the passkeys, ABF .60 and NTK .02",
         lambda: passkeys(["YaRN", "ABF", "NTK"], 8),
     ),
     (
-        "docs/methods.md",
-        "passkeys .80, after LoRA .89",
-        lambda: passkeys(["YaRN"], 16) + passkeys(["YaRN"], 16, lora=True),
+        "docs/results/tables.md",
+        "YaRN finds .80 (.89 after LoRA), ABF none (.24 after LoRA)",
+        lambda: passkeys(["YaRN"], 16) + passkeys(["YaRN"], 16, lora=True) + passkeys(["ABF"], 16, lora=True),
     ),
-    ("docs/methods.md", "with `abf` 0 and .24", lambda: passkeys(["ABF"], 16) + passkeys(["ABF"], 16, lora=True)),
     (
         "README.md",
         "127 of the 196 causal language models",
@@ -323,8 +327,8 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/measure.md", "454 MB in one pass and 206 MB in chunks", lambda: [memory("one_pass"), memory("chunked")]),
     ("docs/measure.md", "1.5 to 1.9 times less CPU", cpu),
     (
-        "docs/many-processes.md",
-        "24.6 s with one process of one thread, 12.5 s with two and 13.6 s with four",
+        "docs/measure.md",
+        "24.6 s with one process, 12.5 s with two and 13.6 s with four",
         processes,
     ),
     (
@@ -342,32 +346,35 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
             lora_step("trl")["model_ms"] / lora_step("trainer")["model_ms"],
         ],
     ),
-    ("docs/evidence.md", "The SmolLM2 study took 17 hours", lambda: [result("study_smollm2")["minutes"] / 60]),
+    ("docs/results/tables.md", "The SmolLM2 study took 17 hours", lambda: [result("study_smollm2")["minutes"] / 60]),
+    ("docs/results/tables.md", "read the last quarter at 25", lambda: [gemma("yarn:factor=2")]),
+    ("docs/results/tables.md", "the last quarter at 25, the", lambda: [gemma("abf:factor=4")]),
     (
-        "docs/evidence.md",
-        "SmolLM2 at 32 and 34, Gemma at 25 and 25",
-        lambda: [smollm2("yarn"), smollm2("abf"), gemma("yarn:factor=2"), gemma("abf:factor=4")],
+        "docs/results/tables.md",
+        "Up to 8192 tokens YaRN costs 3 to 4 %, and ABF 6 to 12 %",
+        lambda: [8192, *lost("yarn"), *lost("abf")],
     ),
-    ("docs/evidence.md", "3 to 4 % and 6 to 12 % within", lambda: lost("yarn") + lost("abf")),
-    ("docs/evidence.md", "30.5 under `yarn` (×4)", lambda: [smollm2_at_32k("yarn:factor=2")[1], 4]),
+    ("docs/results/tables.md", "| 25.9 | 120 |", lambda: smollm2_at_32k("default")),
+    ("docs/results/tables.md", "its factor raised to 4 | 27.4 | 30.5 |", lambda: [4, *smollm2_at_32k("yarn:factor=2")]),
+    ("docs/results/tables.md", "| 10.4, 9.7, .93 |", lambda: on_scaled("gemma3-linear", "abf:factor=4")),
     (
-        "docs/evidence.md",
-        "within them 25.9, 27.4,",
-        lambda: [smollm2_at_32k(one)[0] for one in ("default", "yarn:factor=2")],
-    ),
-    ("docs/evidence.md", "| 10.4, 9.7, .93 |", lambda: on_scaled("gemma3-linear", "abf:factor=4")),
-    (
-        "docs/kv-caches.md",
-        "7, **−1.1** | 6, **−3.0** | 10, **−.94** | 78, **−.19** |",
-        lambda: workload("smollm2", "llama.cpp:q4_0", "lookup", "rows", "sums", "code"),
-    ),
-    (
-        "docs/kv-caches.md",
-        "| 7.9, 7.6, 7.8 | .061, .0074, .0025 |",
-        lambda: keys_kl("qwen-1.5b", "none", "scale per channel"),
+        "docs/results/caches.md",
+        "| `llama.cpp:q4_0` | .059 | 4 | 7 | 6 | 10 | 78 |",
+        lambda: [
+            row(result("cache_damage")["summary"], model="smollm2", format="llama.cpp:q4_0")["kl"],
+            *workload("smollm2", "llama.cpp:q4_0", "passkey", "lookup", "rows", "sums", "code")[::2],
+        ],
     ),
     (
-        "docs/kv-caches.md",
+        "docs/results/caches.md",
+        "by 1.1 nats in look-ups, 3.0 in rows, .94 in sums and .19 in code",
+        lambda: workload("smollm2", "llama.cpp:q4_0", "lookup", "rows", "sums", "code")[1::2],
+    ),
+    ("docs/results/caches.md", "| 7.9 | .061 | 6.9 |", lambda: keys_kl("qwen-1.5b", "2")),
+    ("docs/results/caches.md", "| 7.6 | .0074 | 6.6 |", lambda: keys_kl("qwen-1.5b", "3")),
+    ("docs/results/caches.md", "| 7.8 | .0025 | 6.3 |", lambda: keys_kl("qwen-1.5b", "4")),
+    (
+        "docs/results/caches.md",
         "KL from .227 to .074 on SmolLM2 and from .549 to .090 on",
         lambda: [
             value
@@ -376,80 +383,64 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         ],
     ),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "11.4, 10.8, .99** | 12.4, 12.1, .97 |",
         lambda: on_scaled("llama-llama3", "llama3:factor=2") + on_scaled("llama-yarn", "llama3:factor=2"),
     ),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "12.1, 11.2, .95 | **11.5, 10.6, .96** |",
         lambda: on_scaled("llama-llama3", "yarn:factor=2") + on_scaled("llama-yarn", "yarn:factor=2"),
     ),
     (
-        "docs/methods.md",
-        "passkeys .93, .56 without, `pi` .81",
-        lambda: [on_scaled("gemma3-linear", one)[2] for one in ("abf:factor=4", "default", "pi:factor=2")],
+        "docs/results/tables.md",
+        "| 10.3, 10.0, .56 |",
+        lambda: on_scaled("gemma3-linear", "default"),
     ),
+    ("docs/results/tables.md", "**10.9, 10.1, .81** |", lambda: on_scaled("gemma3-linear", "pi:factor=2")),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "costs SmolLM2 97 % in all 30 layers, Gemma 8.6 % in its",
         lambda: [rise("smollm2", "0.75", "all"), 30, rise("gemma3", "0.625")],
     ),
+    ("docs/results/tables.md", "it costs Qwen 54.7 %", lambda: price("qwen", "p_rope:p=0.5")[1:]),
+    ("docs/results/tables.md", "and only 1.6 % in", lambda: price("qwen", "p_rope:p=0.5")[:1]),
+    ("docs/results/tables.md", "| 4.0 | 3.5 |", lambda: without_factor("smollm2")),
+    ("docs/results/tables.md", "| 1.4 | 0.5 |", lambda: without_factor("gemma3")),
+    ("docs/results/tables.md", "| 6.6 | 0.0 |", lambda: without_factor("qwen")),
+    ("docs/results/tables.md", "32768 to 65536 | 5.71 | 5.69 | 5.70 |", lambda: [32768, 65536, *extended_gemma()]),
+    ("docs/results/tables.md", "| `passkey` | −0.29 | −0.70 | −0.42 |", lambda: answers("passkey")),
+    ("docs/results/tables.md", "| −1.1 | −1.4 | −1.6 |", lambda: answers("niah_multikey_2")),
+    ("docs/results/tables.md", "| −3.7 | −4.1 | −8.3 |", lambda: answers("json_kv")),
     (
-        "docs/evidence.md",
-        "| | 0.5 | 8.2 | +1.6 | +54.7 (",
-        lambda: [0.5, 8192 * 10**-3, *price("qwen", "p_rope:p=0.5")],
-    ),
-    (
-        "docs/evidence.md",
-        "1.4 % on Gemma, 4.0 % on SmolLM2 and 6.6 % on Qwen2.5-Coder 0.5B",
-        lambda: [within(model, "yarn:factor=2") for model in ("gemma3", "smollm2", "qwen")],
-    ),
-    (
-        "docs/evidence.md",
-        "without it 0.5, 3.5 and 0.0 %",
-        lambda: [within(model, "yarn:factor=2:attention_factor=1") for model in ("gemma3", "smollm2", "qwen")],
-    ),
-    ("docs/evidence.md", "to 65536 at 5.71, 5.69 and 5.70", lambda: [65536, *extended_gemma()]),
-    ("docs/evidence.md", "of −0.29 unpatched, −0.70 under YaRN,", lambda: answers("passkey")[:2]),
-    (
-        "docs/evidence.md",
-        "is −1.1, −1.4 and −1.6, and −3.7, −4.1 and −8.3 (",
-        lambda: answers("niah_multikey_2") + answers("json_kv"),
-    ),
-    (
-        "docs/extend.md",
-        "by +0.12 and +0.18 % in three windows of 8192 tokens",
+        "docs/results/tables.md",
+        "by +0.12 % on SmolLM2 and +0.18 % on Gemma (three windows of 8192",
         lambda: [*needle_shift(8192), 8192],
     ),
-    ("docs/extend.md", "by 0.8 and 1.0 % at the length", lambda: gemma_abf()[:2]),
-    ("docs/extend.md", "its price of 1.6 % is not", lambda: gemma_abf()[2:]),
-    ("docs/extend.md", "by +1.3 and +0.9 % in the toys' 256", lambda: [*needle_shift(256), 256]),
-    (
-        "docs/methods.md",
-        "52 without a patch (three novels",
-        lambda: [gemma("default")],
-    ),
+    ("docs/results/tables.md", "by 0.8 and 1.0 % at the length", lambda: gemma_abf()[:2]),
+    ("docs/results/tables.md", "its price of 1.6 % is not", lambda: gemma_abf()[2:]),
+    ("docs/results/tables.md", "by +1.3 % on the toy Llama and +0.9 % on", lambda: needle_shift(256)),
+    ("docs/results/tables.md", "unpatched model at 52.", lambda: [gemma("default")]),
     ("docs/methods/p_rope.md", "differs by 0.1 % from", lambda: [abs(rise("gemma3", "0.75", lora=True))]),
     (
-        "docs/kv-caches.md",
+        "docs/results/caches.md",
         "and `kivi-2` from .23 to .49.",
         lambda: [by_position("kivi-2", "0-1024"), by_position("kivi-2", "8192-16384")],
     ),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "13.8, 12.1, 0.58 |",
         lambda: (
             [toy("NTK", 4, lora=True)["perplexity"][key] for key in ("256", "1024")] + passkeys(["NTK"], 4, lora=True)
         ),
     ),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "| YaRN | 15.0, 12.4, 0.91 |",
         lambda: [toy("YaRN", 4)["perplexity"][key] for key in ("256", "1024")] + passkeys(["YaRN"], 4),
     ),
     (
-        "docs/evidence.md",
+        "docs/results/tables.md",
         "| `yarn:factor=2` | 35.5 | 29.9 | 30.0 | 31.7 |",
         lambda: [2.0, *(smollm2("yarn", span) for span in ("0-1024", "4096-8192", "8192-12288", "12288-16384"))],
     ),

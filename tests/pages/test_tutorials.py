@@ -17,7 +17,6 @@ import pytest
 from support.commands import invoke
 from support.gguf_files import write_toy
 from support.recipe_runs import needs_trl
-from support.subsets import full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -42,8 +41,6 @@ SMALLER = {
     "Yarn(factor=2)": "Yarn(factor=4)",
     "[4096, 12288]": "[64, 128]",
     "bucket=1024": "bucket=64",
-    "4k 12k": "64 128",
-    "--bucket 4k": "--bucket 64",
     " * 650": " * 20",
     "--lengths 512 --windows 4": "--lengths 48 --windows 2",
     "lengths=512": "lengths=48",
@@ -91,10 +88,8 @@ class Llama:
 
 
 EXPECTED = {
-    "extend": "answer: 58213",
     "notebook": "answer: 58213",
     "kv": "llama.cpp:q8_0",
-    "adapt": "p_rope:p=0.75",
     "gguf": "answer: 58213",
     "train": "yarn:factor=4 1024",
     "rope_mathematics": "DeepSeek-V2-Lite",  # each number of a paper is asserted in its cell
@@ -132,7 +127,7 @@ def test_formats_of_the_pages_are_there():
         Scheme.parse(name)
 
 
-MARKED = {"adapt": full, "train": lambda path: pytest.param(path, marks=needs_trl)}
+MARKED = {"train": lambda path: pytest.param(path, marks=needs_trl)}
 
 
 @pytest.mark.parametrize("path", [MARKED.get(path.stem, Path)(path) for path in PAGES], ids=lambda path: path.stem)
