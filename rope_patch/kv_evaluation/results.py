@@ -160,13 +160,20 @@ class KVCheck:
         return sentences
 
     def _lost(self, row: CheckRow, length: int) -> str:
-        """Return how many prompts of each task a format loses of those that full precision answers; "" if none."""
+        """Return how many prompts of each task a format loses of those that full precision answers; "" if none.
+
+        Rounding also turns wrong answers into right ones: these are counted beside, so that noise is not taken for a
+        loss.
+        """
         lost = []
         for task in self.spec.tasks:
             before, after = (one.scores.retrieval[task].samples(length) for one in (self.of(row.method)[0], row))
             still = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
             if not all(still):
                 lost.append(f"{len(still) - sum(still)} of {len(still)} {task}")
+                gained = sum(sample.correct for sample in after) - sum(still)
+                if gained:
+                    lost[-1] += f" (and answers {gained} of the {len(after) - len(still)} others)"
         return f"{row.format} loses {names_text(lost)}" if lost else ""
 
     def _harm(self, row: CheckRow, length: int) -> str:
