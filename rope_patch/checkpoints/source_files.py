@@ -100,7 +100,8 @@ def cache_scales(source: str | Path) -> Iterator[str]:
     if (config_json(source).get("quantization_config") or {}).get("kv_cache_scheme"):
         names.append("kv_cache_scheme")
     if names:
-        yield in_words({"its scales of a quantized cache, which kv-check measures vllm:fp8 with": names})
+        what = "its scales of a quantized cache; kv-check measures vllm:fp8 with those that a local folder's files hold"
+        yield in_words({what: names})
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:

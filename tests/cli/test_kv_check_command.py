@@ -80,7 +80,7 @@ def test_scales_of_a_checkpoint_are_named_and_used(folder, tmp_path):
     weights["model.layers.1.self_attn.attn.v_scale"] = torch.tensor(0.5)
     weights["model.layers.1.self_attn.k_scale"] = torch.tensor([0.25, 0.5])  # of heads
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    assert "vllm:fp8 with: model.layers.0.self_attn.k_scale" in invoke("kv-check", base, *FP8, "-o", tmp_path).stderr
+    assert "files hold: model.layers.0.self_attn.k_scale" in invoke("kv-check", base, *FP8, "-o", tmp_path).stderr
     assert formats_in(tmp_path) == {
         "none": "none",
         "vllm:fp8": "k=fp8;v=fp8",
