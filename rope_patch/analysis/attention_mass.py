@@ -377,42 +377,39 @@ class _LayerSums:
             raise ValueError(f"attention layer {self.index} is called more than once in a pass")
         start = self.text.first_query
 
-        def products(queries: slice, keys: slice) -> Tensor:
-            found: Tensor = torch.linalg.vecdot(query[:, queries], key[:, keys])
-            return found
-
-        def weights(queries: slice, keys: slice) -> Tensor:
-            return (logits.of(products(queries, keys)) - attended.logsum[:, queries]).exp()
-
+        # Products with the nearest keys by distance, (heads, offsets, queries): -inf where a query does not see one.
+        products = query.new_full((heads, OFFSETS, tokens - start), -torch.inf)
+        spans = [(max(start, distance), distance) for distance in range(min(OFFSETS, self.window))]
+        for low, distance in spans:
+            found = torch.linalg.vecdot(query[:, low:], key[:, low - distance : tokens - distance])
+            products[:, distance, low - start :] = found
+        hidden = products.isneginf()
+        near = (logits.of(products) - attended.logsum[:, None, start:]).exp().masked_fill(hidden, 0.0)
         # What each key draws from the queries near it, and from all.
-        offset, logit, squares, bound = query.new_zeros(4, heads, OFFSETS)
         drawn = attended.drawn_far.clone()
-        lengths = (query.norm(dim=-1) * logits.scaling, key.norm(dim=-1))
-        for distance in range(min(OFFSETS, self.window)):
-            low = max(start, distance)
-            queries = slice(low, tokens)
-            keys = slice(low - distance, tokens - distance)
-            near = weights(queries, keys)
-            offset[:, distance] = near.sum(1)
-            drawn[:, keys] += near
-            scaled = products(queries, keys) * logits.scaling
-            logit[:, distance] = scaled.sum(1)
-            squares[:, distance] = scaled.sub(scaled.mean(1, keepdim=True)).square().sum(1)
-            bound[:, distance] = (lengths[0][:, queries] * lengths[1][:, keys]).sum(1)
+        for low, distance in spans:
+            drawn[:, low - distance : tokens - distance] += near[:, distance, low - start :]
+        scaled = (products * logits.scaling).masked_fill(hidden, 0.0)
+        logit = scaled.sum(-1)
+        mean = logit / (~hidden).sum(-1).clamp_min(1)
+        squares = (scaled - mean[..., None]).masked_fill(hidden, 0.0).square().sum(-1)
+        behind = nn.functional.pad(key.norm(dim=-1), (OFFSETS - 1, 0)).unfold(1, OFFSETS, 1).flip(-1)
+        bounds = query.norm(dim=-1)[:, start:, None] * behind[:, start:] * logits.scaling
         induction = query.new_zeros(heads)
         if self.text.is_repeated:
             half = tokens // 2
-            induction = weights(slice(half, tokens), slice(1, half + 1)).sum(1)
+            induction = self._weights(query[:, half:], key[:, 1 : half + 1], attended.logsum[:, half:], logits).sum(1)
         places = torch.arange(tokens, device=device_of_sums(query.device)).double()
         given_far, drawn_far = (far.to(places.device).double() for far in (attended.given_far, attended.drawn_far))
         weight, place, sinks = self._sinks(attended.drawn_far, drawn)
+        seeing = slice(start, max(start, self.window))  # the queries that see the first key
         self.rows.append(
             {
-                "offset": offset,
+                "offset": near.sum(-1),
                 "logit": logit,
                 "squares": squares,
-                "bound": bound,
-                "first": weights(slice(start, max(start, self.window)), slice(0, 1)).sum(1),
+                "bound": bounds.masked_fill(hidden.mT, 0.0).sum(1),
+                "first": self._weights(query[:, seeing], key[:, :1], attended.logsum[:, seeing], logits).sum(1),
                 "distance": (given_far - drawn_far) @ places,
                 "given": attended.given[:, start:].sum(1),
                 "entropy": (attended.given * attended.logsum - attended.logit)[:, start:].sum(1),
@@ -422,6 +419,11 @@ class _LayerSums:
                 "sink_position": place,
             }
         )
+
+    @staticmethod
+    def _weights(query: Tensor, key: Tensor, logsum: Tensor, logits: _Logits) -> Tensor:
+        """Return the weight that each query (heads, queries, width) gives to one key of its own, or to one of all."""
+        return (logits.of(torch.linalg.vecdot(query, key)) - logsum).exp()
 
     def _sinks(self, far: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the strongest sinks of a row and their positions, (heads, top) each, and what all draw: (heads,).
