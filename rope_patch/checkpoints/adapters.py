@@ -146,10 +146,8 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
     Raises:
         ValueError: ``source`` is neither a folder nor the name of a repository.
     """
-    if Path(source).is_dir():
-        path = Path(source, hub.get("subfolder") or "", name)
-        return path if path.is_file() else None
-    check_source(source)
+    if not Path(source).is_dir():
+        check_source(source)
     if is_gguf(source):
         return None
     options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
