@@ -282,9 +282,6 @@ def adapter_config(source: str | Path, **hub: Any) -> Any:
     """
     from peft import PeftConfig
 
-    # Read here first: the error of a damaged file then names the file.
-    if (path := find_file(source, ADAPTER_FILE, **hub)) is not None:
-        read_json(path)
     with as_value_error(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
         return PeftConfig.from_pretrained(str(source), **hub)
 
