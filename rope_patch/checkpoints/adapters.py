@@ -146,8 +146,10 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
     Raises:
         ValueError: ``source`` is neither a folder nor the name of a repository.
     """
-    if not Path(source).is_dir():
-        check_source(source)
+    if Path(source).is_dir():
+        path = Path(source, hub.get("subfolder") or "", name)
+        return path if path.is_file() else None
+    check_source(source)
     if is_gguf(source):
         return None
     options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
@@ -282,6 +284,9 @@ def adapter_config(source: str | Path, **hub: Any) -> Any:
     """
     from peft import PeftConfig
 
+    # Read here first: the error of a damaged file then names the file.
+    if (path := find_file(source, ADAPTER_FILE, **hub)) is not None:
+        read_json(path)
     with as_value_error(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
         return PeftConfig.from_pretrained(str(source), **hub)
 

@@ -130,6 +130,9 @@ def load_config(source: str | Path, **options: Any) -> PreTrainedConfig:
         source: folder, hub id or GGUF file.
         **options: arguments of ``AutoConfig.from_pretrained``.
     """
+    path = Path(source) / CONFIG_FILE
+    if path.is_file():
+        read_json(path)  # its errors name the file
     with explained(source), named_for_transformers(source) as named:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**named, **options)
     return config
