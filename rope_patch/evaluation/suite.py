@@ -175,6 +175,7 @@ class EvalSuite(Suite):
         tokenizer: the tokenizer of the models that will be measured.
         text: a text in memory that replaces the spec's, as
             :func:`~rope_patch.texts.documents.documents` takes it.
+        haystack: a haystack in memory that replaces the spec's.
 
     Attributes:
         prompts: the maker of the prompts.
@@ -187,11 +188,13 @@ class EvalSuite(Suite):
         ``scores = EvalSuite(EvalSpec(lengths=[4096, 16384]), tokenizer).run(model)``
     """
 
-    def __init__(self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None) -> None:
+    def __init__(
+        self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
+    ) -> None:
         super().__init__(spec, tokenizer, text)
         self.prompts = PromptMaker(
             tokenizer,
-            spec.haystack or Haystack(whole_text(self.source), self.text_name),
+            haystack or spec.haystack or Haystack(whole_text(self.source), self.text_name),
             frame=chat_frame(tokenizer, spec.chat_template),
         )
         # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
