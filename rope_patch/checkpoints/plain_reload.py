@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rope_patch.checkpoints.source_files import loader_name, on_device
-from rope_patch.modeling.reader import fixed_ids
 
 COMPARED_TOKENS = 200
 """Length of the row that both processes read [tokens]."""
@@ -36,8 +35,9 @@ with torch.no_grad():
 def probe_logits(model: Any) -> torch.Tensor:
     """Return a model's logits for a fixed row of tokens, (1, tokens, vocabulary), on the CPU."""
     with torch.no_grad():
-        ids = fixed_ids(COMPARED_TOKENS, model.config.get_text_config().vocab_size)
-        logits: torch.Tensor = model(ids.to(model.device), use_cache=False).logits
+        logits: torch.Tensor = model(
+            _ids(model.config.get_text_config().vocab_size, model.device), use_cache=False
+        ).logits
     return logits.cpu()
 
 
@@ -57,10 +57,15 @@ def plain_logits(
     """
     options: dict[str, Any] = {"attn_implementation": attention, **on_device(device)}
     with tempfile.TemporaryDirectory() as scratch:
-        save_file({"ids": fixed_ids(COMPARED_TOKENS, vocabulary)}, f"{scratch}/ids")
+        save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
         files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
         command = [sys.executable, "-c", PROGRAM, *files, json.dumps(options, default=str), loader_name(folder)]
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
         return load_file(f"{scratch}/logits")["logits"]
+
+
+def _ids(vocabulary: int, device: Any) -> torch.Tensor:
+    # Any tokens do, as long as both processes read the same.
+    return (torch.arange(3, 3 + COMPARED_TOKENS, device=device)[None]) % vocabulary

@@ -79,8 +79,7 @@ def write_extended(
         progress.say("the checkpoint is saved; loading it in a process without rope_patch")
         # A process of its own, in which no module of rope_patch can have changed transformers. It attends as the model
         # did: other attention gives other bits.
-        vocabulary = model.config.get_text_config().vocab_size
-        theirs = plain_logits(folder, vocabulary, where, attention=model.config._attn_implementation)
+        theirs = plain_logits(folder, ours.shape[-1], where, attention=model.config._attn_implementation)
         if not torch.equal(ours, theirs):
             largest = float((ours.float() - theirs.float()).abs().max())
             raise RuntimeError(
