@@ -329,15 +329,9 @@ class HeadSums:
         """
         if not self.layers:
             raise ValueError("no layer attends through transformers' AttentionInterface: where it attends is not seen")
-        names = [
-            (index, row, name)
-            for index, sums in self.layers.items()
-            for row, found in enumerate(sums.rows)
-            for name in found
-        ]
-        moved = on_cpu([self.layers[index].rows[row][name] for index, row, name in names])
-        for (index, row, name), value in zip(names, moved, strict=True):
-            self.layers[index].rows[row][name] = value
+        moved = on_cpu({index: sums.rows for index, sums in self.layers.items()})
+        for index, sums in self.layers.items():
+            sums.rows = moved[index]
         layers = tuple(self.layers[index].means() for index in sorted(self.layers))
         if self.repeated is not None:
             again = self.repeated.result().layers

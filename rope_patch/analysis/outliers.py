@@ -153,19 +153,15 @@ def mean_pairs(capture: Capture, states: str = "key") -> tuple[MeanPair, ...]:
     return tuple(sorted(pairs, key=lambda pair: pair.radius, reverse=True))
 
 
-def outlier_pairs(capture: Capture, states: str = "key") -> tuple[MeanPair, ...]:
-    """Return the pairs whose radius is over :data:`OUTLIER_RATIO` times the median of all pairs, the longest first.
+def outlier_pairs(capture: Capture) -> tuple[MeanPair, ...]:
+    """Return the pairs of keys whose radius is over :data:`OUTLIER_RATIO` times the median of all, the longest first.
 
     Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
 
     Args:
         capture: the statistics of queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
-        states: the states whose mean vectors are searched, ``"key"`` or ``"query"``.
-
-    Raises:
-        ValueError: other states.
     """
-    return tuple(pair for pair in mean_pairs(capture, states) if pair.ratio > OUTLIER_RATIO)
+    return tuple(pair for pair in mean_pairs(capture) if pair.ratio > OUTLIER_RATIO)
 
 
 def recall(outliers: Sequence[MeanPair], radius: float) -> dict[str, float]:

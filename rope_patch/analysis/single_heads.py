@@ -132,8 +132,7 @@ def read_single_heads(
 
     with visiting_states(list(wanted.values()), visit, rows.numel()):
         run_decoder(model, rows)
-    parts = iter(on_cpu([part for states in captured.values() for part in states]))
-    whole = {at: torch.cat([next(parts) for _ in states]).double() for at, states in captured.items()}
+    whole = {at: torch.cat(states).double() for at, states in on_cpu(captured).items()}
     single_heads = []
     for index, head in heads:
         query, key = whole[index, "query"], whole[index, "key"]

@@ -23,7 +23,7 @@ from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.weight_files import in_words, outlines
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.older_keys import older_differences, text_part
-from rope_patch.runtime.errors import as_value_error, read_json
+from rope_patch.runtime.errors import as_value_error, in_one_line, read_json
 from rope_patch.runtime.folders import check_source, is_gguf
 from rope_patch.runtime.gguf_file import open_gguf
 from rope_patch.runtime.gguf_headers import cached_headers
@@ -205,7 +205,4 @@ def explained(source: str | Path) -> Iterator[None]:
     except OSError as error:
         if Path(source).exists():
             raise
-        hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
-        if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
-            hint = f"accept the licence at https://huggingface.co/{source}, then run `hf auth login` or set HF_TOKEN"
-        raise OSError(f"cannot load {source} from the hub: {hint}. ({str(error).splitlines()[0]})") from error
+        raise OSError(f"cannot load {source} from the hub ({in_one_line(error)})") from error

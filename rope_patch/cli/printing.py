@@ -144,16 +144,15 @@ def show_table(shown: DataTable) -> None:
 
 
 @contextlib.contextmanager
-def resumable(saved: Path, *, again: str = "the same command") -> Iterator[None]:
+def resumable(saved: Path) -> Iterator[None]:
     """If the user interrupts the ``with`` block, print where finished work is, and how to continue.
 
     Args:
         saved: the file or folder of the finished work; nothing is printed if it does not exist.
-        again: the command that continues.
     """
     try:
         yield
     except KeyboardInterrupt:
         if saved.exists():
-            print(f"Finished work is saved in {saved}. Run {again} again to continue from there.", file=sys.stderr)
+            print(f"Finished work is saved in {saved}: the same command continues from there.", file=sys.stderr)
         raise

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.model_without_weights import model_without_weights
 from rope_patch.checkpoints.source_files import config_json, load_config, naming_checkpoint
-from rope_patch.engines.asking import TOLERANCE, AskedLayer, ask, ask_files
+from rope_patch.engines.asking import AskedLayer, ask, ask_files
 from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
 from rope_patch.engines.readings import Reading, changing, reading_asked, reading_of, to_ask
 from rope_patch.engines.stated_config import SLIDING, StatedConfig
@@ -195,7 +194,7 @@ def _asked_of_gguf(source: str | Path, python: str | Path, tables: Sequence[Rota
         return row
     if answer.error:
         return replace(row, verdict=REFUSES, found=f"it refuses this file: {answer.error}")
-    meant = [AskedLayer(frequencies.zero_unrotated(one.inv_freq), one.attention_scaling, None) for one in tables]
+    meant = list(map(_as_asked, tables))
     rotating = [layer for layer in answer.layers if layer.inv_freq is not None]
     if all(any(layer.same_table(one) for one in meant) for layer in rotating):
         return replace(row, verdict=AGREES, found="it computes the table that its keys and factors say")
@@ -206,33 +205,19 @@ def _gguf_row(program: str, theirs: RotaryTable, table: RotaryTable, reason: str
     """Return what a program computes in place of the table of the reference."""
     version = PROGRAMS["llama.cpp"].version if program == "llama.cpp" else ""
     row = ProgramReading(program, version, table.layer_type, AGREES, "it computes the same table")
-    off = relative_difference(theirs.inv_freq, table.inv_freq)
-    same_factor = abs(theirs.attention_scaling - table.attention_scaling) <= TOLERANCE
-    same_context = theirs.max_position_embeddings == table.max_position_embeddings
-    if off is not None and off <= TOLERANCE and same_factor and same_context:
+    same = _as_asked(theirs).same_table(_as_asked(table))
+    if same and theirs.max_position_embeddings == table.max_position_embeddings:
         return row
     found = (
         f"it computes another table: attention factor {theirs.attention_scaling:.6g}, context "
         f"{theirs.max_position_embeddings}"
     )
-    if off is not None and off > 5e-5:
-        found += f", frequencies off by up to {off:.2%}"
     return replace(row, verdict=DIFFERS, found=found, reason=reason, fix=fix)
 
 
-def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
-    """Return the largest difference of two tables, as a share of the larger frequency; None where lengths differ.
-
-    >>> import torch
-    >>> relative_difference(torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25]))
-    0.5
-    """
-    if theirs.shape != ours.shape:
-        return None
-    one, other = (frequencies.zero_unrotated(table.float().cpu()).double() for table in (theirs, ours))
-    larger = one.maximum(other)
-    # Two unrotated pairs differ by 0, and not by 0 / 0.
-    return float(((one - other).abs() / larger.clamp_min(frequencies.UNROTATED)).max())
+def _as_asked(table: RotaryTable) -> AskedLayer:
+    """Return a table as that of a layer of a program that was asked."""
+    return AskedLayer(frequencies.zero_unrotated(table.inv_freq), table.attention_scaling, None)
 
 
 _BASE_ALONE = (

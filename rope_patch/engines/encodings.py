@@ -6,24 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from rope_patch import frequencies
 from rope_patch.engines.forms import SHARE, keys_with_effect
 from rope_patch.methods.longrope import longrope_form
-from rope_patch.patching.config_settings import READ_GLOBAL, build_rotary, config_with, settings_of
-from rope_patch.patching.encode import change_for_readers, completed
+from rope_patch.patching.config_settings import READ_GLOBAL, settings_of
+from rope_patch.patching.encode import encode_table
 from rope_patch.patching.locate import Location
 from rope_patch.patching.record import TableRecord
-from rope_patch.patching.rotary import original_tables, scaling_of
 from rope_patch.tables import RotaryTable
 
 OLDER_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 """The rope types that transformers 4 knows."""
 
 
-def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
-    """Return ``rope_parameters`` from which transformers 4 and 5, and perhaps engines, read a table.
+def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> RotaryTable:
+    """Return a table with ``rope_parameters`` from which transformers 4 and 5, and perhaps engines, read it.
 
     The table's own encoding is returned if all of them build the table from it. Other tables are written in the
     longrope form. It must state a single context, or engines would switch between two tables, and its scaling as
@@ -39,13 +36,12 @@ def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> di
     if "rope_type" in encoded:
         encoded.pop("type", None)  # the older name of the key, which some programs obey if the two disagree
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
-    if not everywhere and kind in OLDER_TYPES:
-        return encoded
-    if kind is not None and _is_read(kind, encoded, table, model_type):
-        return encoded
-    _, form = longrope_form(table)
+    if kind is not None and ((kind in OLDER_TYPES and not everywhere) or _is_read(kind, encoded, table, model_type)):
+        return replace(table, rope_parameters=encoded)
+    rebuilt, form = longrope_form(table)
     mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
-    return {**table.other_keys, **form, **mscale}
+    parameters = {**table.other_keys, **form, **mscale}
+    return replace(table, inv_freq=frequencies.zero_unrotated(rebuilt), rope_parameters=parameters)
 
 
 def _is_read(kind: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
@@ -74,32 +70,15 @@ def config_keys(location: Location, tables: Sequence[RotaryTable], *, everywhere
     Raises:
         ValueError: the class does not build the tables from the keys.
     """
-    kind = str(location.config.model_type)
-    encoded = {
-        table.layer_type: _without_ignored_factor(location, table, encoding_for(table, kind, everywhere=everywhere))
-        for table in tables
-    }
-    reason = "the table is another"
-    # Some families read further keys of the dictionary than those of the table, so that fuller ones are tried in turn.
-    for variant in zip(*(completed(location, name, each) for name, each in encoded.items()), strict=False):
-        parameters: dict[Any, Any] = variant[0]
-        if None not in encoded:
-            parameters = dict(zip(encoded, variant, strict=True))
-        settings = settings_of(location.config) | {"rope_parameters": parameters}
-        if getattr(location.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in variant):
-            settings[READ_GLOBAL] = True
-        config = config_with(location.config, settings)
-        try:
-            rebuilt = build_rotary(location.rotary_class, config)
-        except RuntimeError as error:  # one of the further keys is a share that the lists of longrope do not fit
-            reason = str(error)
-            continue
-        if all(builds(rebuilt, table) for table in tables):
-            if (changed := change_for_readers(location, config)) is None:
-                return settings
-            reason = changed
-    names = ", ".join(map(str, tables))
-    raise ValueError(f"{type(location.model).__name__} does not build {names} from {[*encoded.values()]}: {reason}")
+    settings = settings_of(location.config)
+    for table in tables:
+        encoded = encoding_for(table, str(location.config.model_type), everywhere=everywhere)
+        parameters = _without_ignored_factor(location, table, dict(encoded.rope_parameters or {}))
+        starts = [settings]
+        if getattr(location.config, "is_heterogeneous", False):
+            starts.append(settings | {READ_GLOBAL: True})
+        _, settings = encode_table(location, [replace(encoded, rope_parameters=parameters)], starts)
+    return settings
 
 
 def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:
@@ -116,12 +95,6 @@ def _without_ignored_factor(location: Location, table: RotaryTable, encoded: dic
     if int(head_dim * factor) == table.rotary_dim:
         return encoded
     return {key: value for key, value in encoded.items() if key != SHARE}
-
-
-def builds(rotary: nn.Module, table: RotaryTable) -> bool:
-    """Tell whether an original rotary module holds a table, up to the last bit of float32."""
-    built = frequencies.zero_unrotated(original_tables(rotary)[table.layer_type].float().cpu())
-    return equal(table, replace(table, inv_freq=built, attention_scaling=scaling_of(rotary, table.layer_type)))
 
 
 def equal(one: RotaryTable, other: RotaryTable) -> bool:

@@ -80,8 +80,8 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     PI(factor=8.0)
     """
     params = dict(data)
-    if params.pop("replace_scaling", False):
-        return _FromPlain(from_dict(params))
+    if params.get("replace_scaling") is False:  # which records of versions up to 0.3.0 hold
+        del params["replace_scaling"]
     name = params.pop("method", None)
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
@@ -180,29 +180,6 @@ class Chain(Method):
     def __str__(self) -> str:
         """Return the method strings of the steps, joined with ``+``."""
         return "+".join(map(str, self.steps))
-
-
-@dataclass(frozen=True)
-class _FromPlain(Method):
-    """A method that starts from plain RoPE: ``replace_scaling`` in records of versions up to 0.3.0."""
-
-    method: Method
-
-    def __post_init__(self) -> None:
-        # The method was read already.
-        pass
-
-    def __call__(self, table: RotaryTable) -> RotaryTable:
-        """Return the table that the method makes of the plain one."""
-        return self.method(table.plain())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the method as the record has it."""
-        return {**self.method.to_dict(), "replace_scaling": True}
-
-    def __str__(self) -> str:
-        """Return the method string as those versions wrote it."""
-        return f"{self.method}:replace_scaling=true"
 
 
 def field_help(f: Field[Any]) -> str:

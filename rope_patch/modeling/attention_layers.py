@@ -22,6 +22,7 @@ from rope_patch.frequencies import zero_unrotated
 from rope_patch.modeling.after_decoder import decoder_path
 from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
 from rope_patch.modeling.inputs import refuse_prompts
+from rope_patch.modeling.reader import fixed_ids
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.locate import device_of, locate
 from rope_patch.patching.rotary import PatchedRotary, original_tables
@@ -131,10 +132,8 @@ def find_attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
     tables = _tables_in_use(location.model, location.module)
     root: Any = location.model
     name = type(root).__name__
-    probe = torch.arange(PROBE_TOKENS)[None]
-    positions = probe * PROBE_STEP
-    size = root.get_input_embeddings().num_embeddings
-    ids = probe * max(1, size // (2 * PROBE_TOKENS)) % size  # from all over the vocabulary
+    ids = fixed_ids(PROBE_TOKENS, root.get_input_embeddings().num_embeddings)
+    positions = torch.arange(PROBE_TOKENS)[None] * PROBE_STEP
     with in_eval_mode(model):
         calls = record_attention(location.model, decoder_path(root)[0], ids, positions)
     if not calls:

@@ -122,11 +122,8 @@ def record_attention(model: PreTrainedModel, decoder: nn.Module, ids: Tensor, po
             stack.callback(module.register_forward_hook(note).remove)
         stack.enter_context(attending_with(model, ATTENTION_NAME, recording))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
-    states = [state for call in recording.calls for state in call.states.values()]
-    outputs = [output for call in recording.calls for _, _, output in call.outputs]
-    moved = iter(on_cpu([*states, *outputs]))
-    for call in recording.calls:
-        call.states = {role: next(moved) for role in call.states}
-    for call in recording.calls:
-        call.outputs = [(name, module, next(moved)) for name, module, _ in call.outputs]
+    moved = on_cpu([(call.states, [output for *_, output in call.outputs]) for call in recording.calls])
+    for call, (states, outputs) in zip(recording.calls, moved, strict=True):
+        call.states = states
+        call.outputs = [(*place, output) for (*place, _), output in zip(call.outputs, outputs, strict=True)]
     return recording.calls

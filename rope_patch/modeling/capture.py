@@ -90,13 +90,11 @@ class CaptureSums:
         Raises:
             ValueError: states are NaN or infinite.
         """
-        found = [sums.tensors() for sums in self.sums.values()]
-        parts = iter(on_cpu([tensor for tensors in found for tensor in tensors]))
+        found = on_cpu({at: sums.tensors() for at, sums in self.sums.items()})
         statistics: dict[tuple[int, str], Statistics] = {}
-        for (index, role), sums in self.sums.items():
-            tensors = [next(parts) for _ in found[0]]
-            _check_finite(index, role, tensors[0])
-            statistics[index, role] = sums.result(tensors, self.tokens)
+        for at, sums in self.sums.items():
+            _check_finite(*at, found[at][0])
+            statistics[at] = sums.result(found[at], self.tokens)
         layers = tuple(
             _layer_capture(layer, {role: statistics[layer.index, role] for role in ROLES}) for layer in self.layers
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def device_of_sums(device: torch.device) -> torch.device:
@@ -13,8 +13,9 @@ def device_of_sums(device: torch.device) -> torch.device:
     return device if device.type in ("cpu", "cuda") else torch.device("cpu")
 
 
-def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the CPU: a device is waited for once for all of one type, and not for each."""
+def on_cpu(tree: Any) -> Any:
+    """Return lists and dicts of tensors on the CPU: a device is waited for once for all of one type, not for each."""
+    tensors, structure = tree_flatten(tree)
     moved = list(tensors)
     for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:
         places = [at for at, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == kind]
@@ -22,4 +23,4 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
         parts = torch.split(torch.cat([tensors[at].flatten() for at in places]).cpu(), sizes)
         for at, part in zip(places, parts, strict=True):
             moved[at] = part.view(tensors[at].shape)
-    return moved
+    return tree_unflatten(moved, structure)

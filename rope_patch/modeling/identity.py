@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from rope_patch.modeling.inputs import tensor_hash
 from rope_patch.modeling.reader import CacheFactory, Reader, fixed_ids
 from rope_patch.modeling.temporary_modes import in_eval_mode
 from rope_patch.patching.rotary import PatchedRotary
@@ -129,44 +130,21 @@ def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def _described(name: str, tensor: Tensor, *scales: Tensor) -> bytes:
-    sums = [bits_sum(values) for values in (tensor, *scales)]
-    return f"{name}{tuple(tensor.shape)}{tensor.dtype}{sums}".encode()
+    digests = [bits_digest(values) for values in (tensor, *scales)]
+    return f"{name}{tuple(tensor.shape)}{tensor.dtype}{digests}".encode()
 
 
-@torch.no_grad()
-def bits_sum(tensor: Tensor) -> Any:
-    """Return a sum over the bits of a tensor, each word of 8 bytes mixed with its place; None without values.
-
-    Floating-point sums would miss small changes, a plain sum rows that changed places, and sums of products the sign of
-    all numbers. The mixing is that of SplitMix64 (Steele et al. 2014, figure 15), in integers that wrap around.
-    """
+def bits_digest(tensor: Tensor) -> Any:
+    """Return the SHA-256 of all bits of a tensor; of a quantized tensor those of its parts, and None without values."""
     if hasattr(tensor, "__tensor_flatten__"):  # a quantized tensor, which holds others
-        return [bits_sum(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return [bits_digest(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
     if tensor.is_meta:
         return None
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
-    raw = dense.contiguous().reshape(-1).view(torch.uint8)
-    # A view as int64 needs whole words, and memory that begins at a multiple of 8 bytes, as that of a padded copy does.
-    if len(raw) % 8 or raw.storage_offset() % 8:
-        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
-    words = raw.view(torch.int64)
-    places = torch.arange(1, 1 + min(len(words), _WORDS_AT_ONCE), device=words.device) * _GOLDEN
-    total = before = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part in torch.split(words, _WORDS_AT_ONCE):
-        mixed = part + places[: len(part)] + before
-        before = before + places[-1]
-        mixed = (mixed ^ (mixed >> 30)) * _FIRST
-        mixed = (mixed ^ (mixed >> 27)) * _SECOND
-        total = total + (mixed ^ (mixed >> 31)).sum()
-    return int(total)
-
-
-_WORDS_AT_ONCE = 1 << 18
-"""Number of words of eight bytes that are added up at one time; 2 MB stay in a processor's cache."""
-_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
-"""The constants of SplitMix64, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, as signed integers."""
+    # As bytes, since numpy has no bfloat16.
+    return tensor_hash(dense.contiguous().reshape(-1).view(torch.uint8))
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def token_rows(token_ids: Tensor) -> Tensor:
 
 def tensor_hash(values: Tensor) -> str:
     """Return the SHA-256 of token ids, or of other numbers."""
-    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(values.cpu().contiguous().numpy().data).hexdigest()
 
 
 def refuse_prompts(model: nn.Module) -> None:

@@ -35,15 +35,9 @@ class RoomyLayer(DynamicLayer):
         self.capacity = capacity
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add the states of new tokens, and return those of all tokens so far.
-
-        Raises:
-            ValueError: there is no room left.
-        """
+        """Add the states of new tokens, and return those of all tokens so far."""
         start = self.get_seq_length()
         stop = start + key_states.shape[-2]
-        if stop > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} tokens, {stop} were read")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.stored = [s.new_empty(*s.shape[:-2], self.capacity, s.shape[-1]) for s in (key_states, value_states)]

@@ -163,7 +163,9 @@ def encode_tables(location: Location, method: Method, options: PatchRequest, *, 
         # it, so it is encoded although the method does not touch it.
         if table is not before[kind] or table.rope_parameters is None or location.tables[kind].is_dynamic:
             stated = replace(table, max_position_embeddings=length)
-            after[kind], settings = _encode_table(location, stated, [settings | extra for extra in extras])
+            starts = [settings | extra for extra in extras]
+            follow = "mscale_all_dim" in (stated.rope_parameters or {})
+            after[kind], settings = encode_table(location, [*_own_encodings(stated)], starts, follow=follow)
     # A setting that is stated twice is written as transformers takes it.
     parameters = settings["rope_parameters"]
     if None not in after:
@@ -195,24 +197,27 @@ def plan_from_record(location: Location, record: PatchRecord) -> PatchPlan:
     return encode_tables(location, record.to_method(), options, recorded=True)
 
 
-def _encode_table(
-    location: Location, table: RotaryTable, starts: Sequence[dict[str, Any]]
+def encode_table(
+    location: Location, encodings: Sequence[RotaryTable], starts: Sequence[dict[str, Any]], *, follow: bool = False
 ) -> tuple[RotaryTable, dict[str, Any]]:
     """Return a table with its encoding, and the first settings from which the model's own code rebuilds it.
 
     Args:
         location: the location of the model's rotary module.
-        table: the table that is encoded.
+        encodings: the table that is encoded, with encodings that are tried in this order: each as it is, and then with
+            keys that other readers may need.
         starts: alternative settings to which the encoding is added, tried in this order.
+        follow: whether DeepSeek's attention, which applies a factor of its own from ``mscale_all_dim``, may take the
+            one of the encoding: a table that states it means that, too.
 
     Raises:
         ValueError: no config of transformers gives the table, or none without changing what other modules read.
     """
-    kind = table.layer_type
+    kind = encodings[0].layer_type
     # The reason of the attempt that failed last is the one that is shown.
     reason = "the table it rebuilds is another"
     for settings in starts:
-        for candidate in _encodings(location, table):
+        for candidate in _complete(location, encodings):
             parameters = dict(candidate.rope_parameters or {})
             if kind is not None:
                 # What stands beside the tables is read by nobody here, and other programs may take it for a table.
@@ -227,8 +232,6 @@ def _encode_table(
                 continue
             if not _same_table(rebuilt, candidate):
                 continue
-            # DeepSeek's attention applies a factor of its own from this key: a table that states it means that, too.
-            follow = "mscale_all_dim" in (table.rope_parameters or {})
             if (changed := change_for_readers(location, config, follow=follow)) is None:
                 return candidate, trial
             reason = f"{changed}; a patch changes the table alone"
@@ -238,10 +241,10 @@ def _encode_table(
     )
 
 
-def _encodings(location: Location, table: RotaryTable) -> Iterator[RotaryTable]:
-    """Yield the encodings of a table, each first as it is and then with keys that other readers may need."""
-    for candidate in _own_encodings(table):
-        for parameters in completed(location, table.layer_type, candidate.rope_parameters or {}):
+def _complete(location: Location, encodings: Sequence[RotaryTable]) -> Iterator[RotaryTable]:
+    """Yield each encoding first as it is, and then with keys that other readers may need."""
+    for candidate in encodings:
+        for parameters in _completed(location, candidate.layer_type, candidate.rope_parameters or {}):
             yield replace(candidate, rope_parameters=parameters)
 
 
@@ -273,7 +276,7 @@ def _same_table(rotary: nn.Module, table: RotaryTable) -> bool:
 # --- what else reads the config --------------------------------------------------------------------------------------
 
 
-def completed(location: Location, layer_type: str | None, encoding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _completed(location: Location, layer_type: str | None, encoding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield an encoding as it is, then with more and more keys of the base config that other readers may need."""
     yield dict(encoding)
     looked_up = {keys[-1] for _, keys in location.probe.lookups}

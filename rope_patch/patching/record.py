@@ -124,15 +124,8 @@ class PatchRecord:
             )
         data = dict(data)
         data.pop("changed", None)  # which follows from the tables
-        method = data.get("method")
-        if isinstance(method, Mapping) and method.get("method") == "two_tables":
-            method = data["method"] = method.get("long")  # whose tables are those of the config
-            data.pop("short_tables", None)
-            logger.warning_once(
-                "the patch record names two tables, between which versions up to 0.2.0 chose: the long one is used for "
-                "every text"
-            )
-        unregistered = _unregistered_method(method)
+        data.pop("short_tables", None)  # of a method of versions up to 0.2.0, whose tables are those of the config
+        unregistered = _unregistered_method(data.get("method"))
         if unregistered:
             data["method"] = {"method": Table.name}
         if data.pop("precision", "float32") != "float32":  # older versions could compute angles in float64
@@ -168,8 +161,12 @@ def _unregistered_method(method: Any) -> str:
     steps: Any = [method]
     if method.get("method") == "chain":
         steps = method.get("steps") or ()
-    names = [step.get("method") for step in steps if isinstance(step, Mapping)]
-    return next((name for name in names if isinstance(name, str) and name not in METHODS), "")
+    for step in steps:
+        name = step.get("method") if isinstance(step, Mapping) else None
+        # With replace_scaling, methods of versions up to 0.3.0 began with the plain table.
+        if isinstance(name, str) and (name not in METHODS or step.get("replace_scaling")):
+            return name
+    return ""
 
 
 def records_of(tables: Tables) -> dict[str, TableRecord]:

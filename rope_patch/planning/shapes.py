@@ -71,7 +71,6 @@ class Shape:
     vocab: int
     hidden: int  # width of the residual stream
     sdpa: bool
-    capped_logits: bool
 
     def total(self, of: Callable[[Layer], int]) -> int:
         """Return the sum of a function of a layer over all layers."""
@@ -131,7 +130,6 @@ def _read(model: PreTrainedModel, name: str) -> Shape:
         vocab=head.weight.shape[0],
         hidden=head.weight.shape[1],
         sdpa=model._supports_sdpa,
-        capped_logits=bool(getattr(config, "final_logit_softcapping", None)),
     )
 
 

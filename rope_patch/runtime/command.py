@@ -25,6 +25,7 @@ EXTRAS = {
     "datasets": "train",
     "bitsandbytes": "train",
     "lm_eval": "eval",
+    "gguf": "gguf",
 }
 """The extra of this package that brings each module which a part of the commands needs."""
 

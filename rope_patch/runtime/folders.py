@@ -230,17 +230,14 @@ def scratch_folder(out: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def file_in_one_move(out: Path) -> Iterator[Path]:
     """Give a temporary path to write to; at the end it becomes ``out``, or vanishes after an error.
 
     Raises:
-        FileExistsError: ``out`` exists, and ``overwrite`` is not given.
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
     with scratch_folder(out) as scratch:
-        if out.exists() and not overwrite:
-            raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
         yield scratch / out.name
         os.replace(scratch / out.name, out)
 

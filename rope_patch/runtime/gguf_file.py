@@ -127,18 +127,12 @@ def open_gguf(path: str | Path) -> GGUFFile:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    with path.open("rb") as file:
-        beginning = file.read(4)
-    if beginning != b"GGUF":
-        raise ValueError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)
     except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError(
-            f"{path} is a truncated or damaged GGUF file, of the other byte order, or newer than the package gguf "
+            f"{path} is no GGUF file, truncated or damaged, of the other byte order, or newer than the package gguf "
             f"({error}): copy or download it again, or pip install -U gguf"
         ) from error
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}  # its own
@@ -179,7 +173,7 @@ def write_gguf(opened: GGUFFile, out: str | Path, *, overwrite: bool = False) ->
     out = check_output_file(out, overwrite=overwrite)
     pieces = opened.pieces
     alignment = opened.alignment
-    with file_in_one_move(out, overwrite=overwrite) as name, name.open("wb") as file:
+    with file_in_one_move(out) as name, name.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", _VERSION, len(pieces), len(opened.keys)))
         for key in opened.keys.values():
             file.write(key.packed)

@@ -23,15 +23,9 @@ _ALONE = threading.RLock()
 
 
 def gguf() -> Any:
-    """Return the ``gguf`` package.
+    """Return the ``gguf`` package, which is not always installed."""
+    import gguf as package
 
-    Raises:
-        ImportError: the package is not installed; the message says how to install it.
-    """
-    try:
-        import gguf as package
-    except ImportError as error:
-        raise ImportError("GGUF files need the package gguf: pip install 'rope_patch[gguf]'") from error
     return package
 
 

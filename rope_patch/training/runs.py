@@ -151,11 +151,6 @@ def inspect_folder(options: RecipeOptions, *, restart: bool) -> RunFolder:
             raise ValueError(f"output: {out} holds files that are not of a run: give a new or empty folder")
         return RunFolder(out)
     earlier = read_json(path)
-    if "rows_per_step" in earlier and not restart:
-        raise ValueError(
-            f"{out} holds a run of rope_patch 0.3, whose own trainer TRL has replaced, so it cannot be resumed: choose "
-            "another output, or --restart to delete that run"
-        )
     checkpoint = last_checkpoint(out / "work", below=options.max_steps)
     results = None
     if (out / RESULTS_FILE).is_file() and any(out.glob("*.safetensors")):  # without weights it is run again

@@ -265,4 +265,4 @@ def test_a_key_head_is_counted_once():
 def test_bad_states():
     got = capture(tiny_model(), ids(8, 1))
     with pytest.raises(ValueError, match="value"):
-        outlier_pairs(got, "value")
+        mean_pairs(got, "value")

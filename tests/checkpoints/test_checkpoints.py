@@ -109,27 +109,6 @@ def test_a_record_that_does_not_fit(tmp_path, change, message):
         rope_patch.load(tmp_path / "saved")
 
 
-@pytest.mark.filterwarnings("ignore:the patch record names two tables")
-def test_a_record_of_two_tables_is_read_as_its_long_one(tmp_path):
-    """Versions up to 0.2.0 wrote them for `yarn:factor=4@64`."""
-    model = patched_model("yarn", factor=4, target_length=256)
-    rope_patch.save(model, tmp_path / "saved")
-
-    def two_tables(config):
-        record = config["rope_patch"]
-        record["short_tables"] = record["base_tables"]
-        record["method"] = {"method": "two_tables", "long": record["method"], "short": {"method": "default"}}
-        record["method"]["switch_at"] = 64
-
-    edit_json(tmp_path / "saved" / "config.json", two_tables)
-    loaded = rope_patch.load(tmp_path / "saved")
-    assert_same(loaded, model)
-    assert rope_patch.doctor(loaded).ok
-    assert rope_patch.verify(tmp_path / "saved").method == "yarn:factor=4"
-    restore_folder(tmp_path / "saved", tmp_path / "restored")
-    assert_same(rope_patch.load(tmp_path / "restored"), tiny_model())
-
-
 @pytest.mark.filterwarnings("ignore:the patch record names")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize(
@@ -137,12 +116,18 @@ def test_a_record_of_two_tables_is_read_as_its_long_one(tmp_path):
     [
         {"method": "cope", "share": 0.5},
         {"method": "chain", "steps": [{"method": "yarn", "factor": 4.0}, {"method": "resonance"}]},
+        {"method": "yarn", "factor": 4.0, "replace_scaling": True},
+        {"method": "two_tables", "long": {"method": "yarn", "factor": 4.0}, "short": {"method": "default"}},
     ],
 )
 def test_a_record_of_a_removed_method_is_read_as_its_tables(tmp_path, named, family):
     model = patched_model("yarn:factor=4+truncated", family=family)
     rope_patch.save(model, tmp_path / "saved")
-    edit_json(tmp_path / "saved" / "config.json", lambda config: config["rope_patch"].update(method=named))
+
+    def rename(config):
+        config["rope_patch"] |= {"method": named, "short_tables": config["rope_patch"]["base_tables"]}
+
+    edit_json(tmp_path / "saved" / "config.json", rename)
     loaded = rope_patch.load(tmp_path / "saved")
     assert_same(loaded, model)
     assert rope_patch.doctor(loaded).ok
@@ -409,17 +394,6 @@ def test_truncated_weights(base_folder):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(OSError, match="truncated"):
         rope_patch.load(base_folder)
-
-
-def test_a_gated_model_says_where_to_accept_its_licence(monkeypatch):
-    def gated(*_, **__):
-        raise OSError("401 Client Error. You are trying to access a gated repo.")
-
-    for module in ("adapters", "source_files"):
-        monkeypatch.setattr(f"rope_patch.checkpoints.{module}.find_file", lambda *_, **__: None)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
-    with pytest.raises(OSError, match="licence"):
-        rope_patch.load("a/b")
 
 
 def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):

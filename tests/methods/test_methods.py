@@ -593,27 +593,10 @@ def test_pairs_that_do_not_rotate_stay_unrotated(text):
     assert after.attention_scaling == plain.attention_scaling
 
 
-@SCALED
-@pytest.mark.parametrize("name", ["partial", "abf", "ntk", "yarn", "mrrope", "llama3", "pi"])
-def test_a_record_of_version_0_2_with_replace_scaling_starts_from_the_plain_table(name, make_slot):
-    """Its factor counts from the context before the checkpoint's scaling."""
-    scaled = make_slot()
-    factor = {"factor": 4} if name in SCALING else {}
-    recorded = {"method": name, **factor, "replace_scaling": True}
-    old = from_dict(recorded)
-    assert same(old(scaled), create(name, **factor)(slot(head_dim=32, context=scaled.context)))
-    assert old.to_dict() == {**create(name, **factor).to_dict(), "replace_scaling": True}
-    assert str(old) == f"{create(name, **factor)}:replace_scaling=true"
-    chained = from_dict(
-        {"method": "chain", "steps": [{"method": "p_rope", "p": 0.5, "replace_scaling": False}, recorded]}
-    )
-    assert same(chained(scaled), old(scaled))
-
-
-@pytest.mark.parametrize("name", ["partial", "abf", "ntk", "pi", "yarn", "mrrope", "llama3"])
-def test_replace_scaling_is_no_parameter_any_more(name):
+def test_replace_scaling_is_no_parameter_any_more():
+    assert from_dict({"method": "p_rope", "p": 0.5, "replace_scaling": False}) == PRope(p=0.5)
     with pytest.raises(ValueError, match="replace_scaling"):
-        create(name, replace_scaling=True)
+        from_dict({"method": "yarn", "factor": 4.0, "replace_scaling": True})
 
 
 @pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "table:values=1/0.5/0.25/0+abf"])

@@ -85,17 +85,6 @@ def test_hidden_files_of_others_count_as_content(tmp_path):
     assert holds_files(tmp_path)
 
 
-def test_a_file_is_not_overwritten_unasked(tmp_path):
-    out = tmp_path / "model.gguf"
-    with file_in_one_move(out) as temporary:
-        temporary.write_text("first")
-    with pytest.raises(FileExistsError, match="exists"), file_in_one_move(out):
-        pass
-    with file_in_one_move(out, overwrite=True) as temporary:
-        temporary.write_text("second")
-    assert out.read_text() == "second" and names(tmp_path) == ["model.gguf"]
-
-
 def test_a_full_disk_is_named_by_what_is_written(tmp_path, monkeypatch):
     for error in (
         OSError(errno.ENOSPC, "No space left"),

@@ -32,7 +32,6 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -480,13 +479,11 @@ def audit(scratch: Path) -> Numbers:
 
 
 def _read_by_programs(folder: Path) -> Numbers:
-    # Until November 2026 the function was called audit, and its folder was called exporting for a part of that time.
-    folder_name = "engines" if find_spec("rope_patch.engines") else "exporting"
-    name = "compare_programs" if find_spec(f"rope_patch.{folder_name}.compare_programs") else "audit"
-    module = importlib.import_module(f"rope_patch.{folder_name}.{name}")
+    from rope_patch.engines.compare_programs import compare_programs
+
     agrees = {"reference": 1, "agrees": 1, "differs": 0}  # a program that refuses, or is not verified, has None
     results: Numbers = {}
-    for row in getattr(module, name)(folder).rows:
+    for row in compare_programs(folder).rows:
         results[f"{row.program} {row.layer_type}"] = {"agrees": agrees.get(row.verdict)}
     return results
 
@@ -592,12 +589,8 @@ def _measure(names: list[str], output: Path) -> None:
 
 def script_of(tree: Path) -> Path:
     """Return the script that measures a tree: its own, or else this one."""
-    # Until November 2026 the script was in the folder benchmarks.
-    for folder in ("tests/tools", "benchmarks"):
-        own = tree / folder / "golden.py"
-        if own.exists():
-            return own
-    return Path(__file__).resolve()
+    own = tree / "tests/tools/golden.py"
+    return own if own.exists() else Path(__file__).resolve()
 
 
 def _start(tree: Path, label: str, names: list[str], checkpoints: Path, output: Path) -> subprocess.Popen[bytes]:

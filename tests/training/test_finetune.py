@@ -272,14 +272,6 @@ def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path
     assert again.results["steps"] == 4 and losses(again) == losses(done)
 
 
-def test_a_run_of_the_earlier_trainer_is_refused_in_words(tmp_path):
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "run.json").write_text(json.dumps({"rows_per_step": 8, "train": {"steps": 4}}))
-    with pytest.raises(ValueError, match=r"rope_patch 0\.3.*--restart"):
-        finetune(options(tmp_path))
-    assert finetune(options(tmp_path, *QUICK), restart=True).results["steps"] == 1
-
-
 @pytest.mark.parametrize("step", [1, full(3)])
 def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
     from trl import SFTTrainer
