@@ -45,6 +45,7 @@ FOLDERS = (
     "extending",
     "integrations",
     "cli",
+    "__main__",
     "recipes",
     "eval_tasks",
     "benchmarks",

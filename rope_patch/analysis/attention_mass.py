@@ -387,8 +387,10 @@ class _LayerSums:
         logit = scaled.sum(-1)
         mean = logit / (~hidden).sum(-1).clamp_min(1)
         squares = (scaled - mean[..., None]).masked_fill(hidden, 0.0).square().sum(-1)
-        behind = nn.functional.pad(key.norm(dim=-1), (OFFSETS - 1, 0)).unfold(1, OFFSETS, 1).flip(-1)
-        bounds = query.norm(dim=-1)[:, start:, None] * behind[:, start:] * logits.scaling
+        behind = (
+            nn.functional.pad(torch.linalg.vector_norm(key, dim=-1), (OFFSETS - 1, 0)).unfold(1, OFFSETS, 1).flip(-1)
+        )
+        bounds = torch.linalg.vector_norm(query, dim=-1)[:, start:, None] * behind[:, start:] * logits.scaling
         induction = query.new_zeros(heads)
         if self.text.is_repeated:
             half = tokens // 2

@@ -127,6 +127,8 @@ def open_gguf(path: str | Path) -> GGUFFile:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)

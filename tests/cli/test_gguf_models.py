@@ -45,7 +45,7 @@ def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:100_000])
     (tmp_path / "taken.gguf").write_text("precious")
     for source, out, message in (
-        ("text.gguf", "out.gguf", "is not a GGUF file"),
+        ("text.gguf", "out.gguf", "is no GGUF file"),
         ("cut.gguf", "out.gguf", "truncated or damaged"),
         (file, "nowhere/out.gguf", "no folder"),
         (file, "out", "must be a file *.gguf"),

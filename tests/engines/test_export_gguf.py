@@ -177,7 +177,7 @@ def test_a_window_is_warned_of(tmp_path, converter):
     [
         ("import sys; sys.exit('tokenizer not recognized')", "exit status 1: tokenizer not recognized"),
         ("print('nothing to do')", "exit status 0: nothing to do"),
-        ("import sys; open(sys.argv[3], 'w').write('PK')", "is not a GGUF file"),
+        ("import sys; open(sys.argv[3], 'w').write('PK')", "is no GGUF file"),
         (HEADER.replace('"llama")', '"qwen2")'), "'qwen2'"),
         (HEADER.replace("else 16", "else 8"), "8 rotating features"),
     ],
@@ -215,10 +215,10 @@ def test_options_that_do_not_go_together(tmp_path, converter, words, word):
     assert word in error
 
 
-def test_without_the_package_the_error_says_how_to_install_it(tmp_path, converter, monkeypatch):
+def test_without_the_package_the_error_names_it(tmp_path, converter, monkeypatch):
     folder = saved(tmp_path / "folder")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match="pip install"):
+    with pytest.raises(ImportError, match="gguf"):
         export(folder, tmp_path / "m.gguf", to="gguf", converter=converter)
 
 

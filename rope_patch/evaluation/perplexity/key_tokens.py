@@ -68,7 +68,7 @@ def mark_key_tokens(
     chunk: int | None = None,
     resume: Resume = None,
 ) -> list[TokenDocument]:
-    """Return documents with their key tokens marked, which :func:`perplexity` then measures apart.
+    """Return documents with their key tokens marked, which a measurement of perplexity then scores apart.
 
     Each token is read with all tokens before it, or in longer documents with the last ``longest / 2`` to ``longest`` of
     them, and once more with the last ``short`` to ``1.25 * short`` tokens alone.
