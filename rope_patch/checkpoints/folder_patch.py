@@ -91,6 +91,8 @@ def repair_folder(source: str | Path, out: str | Path) -> PatchRecord:
         FileExistsError: ``out`` holds files.
         OSError: the source cannot be read, its weights are damaged, or ``out`` cannot be written.
     """
+    if holds_files(Path(out)):
+        raise FileExistsError(f"{out} is not empty: give a new folder")
     model, record = _before_patch(source)
     reapply(model, record)
     _write_patched(model, record, source, out)

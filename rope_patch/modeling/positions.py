@@ -19,10 +19,17 @@ def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 
         target: length of the long context; every position is below it [tokens].
         chunks: number of chunks into which the row is cut.
 
+    Raises:
+        ValueError: the row is longer than the target, or has fewer tokens than chunks.
+
     Example:
         >>> skipped_positions(random.Random(3), 8, 64).tolist()
         [0, 1, 39, 40, 41, 42, 43, 44]
     """
+    if size > target:
+        raise ValueError(f"a row of {size} tokens is longer than the target of {target}")
+    if size < chunks:
+        raise ValueError(f"a row of {size} tokens cannot be cut into {chunks} chunks")
     room = target - size
     cuts = sorted(rng.sample(range(1, size), chunks - 1))
     # Each skip is counted from the beginning of the row, so they are sorted for positions to rise.
@@ -43,8 +50,13 @@ def random_positions(rng: random.Random, size: int, target: int) -> Tensor:
         size: length of the row [tokens].
         target: length of the long context; every position is below it [tokens].
 
+    Raises:
+        ValueError: the row is longer than the target.
+
     Example:
         >>> random_positions(random.Random(3), 4, 64).tolist()
         [16, 30, 47, 60]
     """
+    if size > target:
+        raise ValueError(f"a row of {size} tokens is longer than the target of {target}")
     return torch.tensor(sorted(rng.sample(range(target), size)))
