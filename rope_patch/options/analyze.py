@@ -41,7 +41,7 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
     model: str = shared.model()
     texts: tuple[Path, ...] = path(
         "A text file, or a folder of .txt files, to run the model on. Repeat it for more: the statistics read as much "
-        "of each, and are of all together; the page shows the norms of each text. By default short built-in texts of "
+        "of each, and are of all together; capture.npz has the norms of each. By default short built-in texts of "
         "five kinds.",
         (),
         name="text",
