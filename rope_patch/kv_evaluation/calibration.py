@@ -72,13 +72,14 @@ def unrounded(model: nn.Module) -> Iterator[None]:
     It does so in transformers wherever the config has a ``kv_cache_scheme``: full precision would be none.
     """
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "k_scale")]
+    before = [getattr(module, "quantization_enabled", True) for module in modules]
     for module in modules:
         module.quantization_enabled = False
     try:
         yield
     finally:
-        for module in modules:
-            module.quantization_enabled = True
+        for module, enabled in zip(modules, before, strict=True):
+            module.quantization_enabled = enabled
 
 
 def with_scales(formats: Mapping[str, Scheme], scales: Scales, label: str) -> dict[str, Scheme]:

@@ -44,7 +44,7 @@ def check_spec(spec: EvalSpec) -> None:
     """Raise ValueError unless a spec can be used for a check of caches.
 
     Raises:
-        ValueError: the spec asks for no window of text, or for what a cache is not judged by.
+        ValueError: the spec asks for no window of text, or for key tokens.
     """
     if spec.short_context is not None:
         raise ValueError("a check of caches does not look for key tokens, which compare does: leave short_context out")

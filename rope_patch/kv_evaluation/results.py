@@ -168,12 +168,12 @@ class KVCheck:
         lost = []
         for task in self.spec.tasks:
             before, after = (one.scores.retrieval[task].samples(length) for one in (self.of(row.method)[0], row))
-            still = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
-            if not all(still):
-                lost.append(f"{len(still) - sum(still)} of {len(still)} {task}")
-                gained = sum(sample.correct for sample in after) - sum(still)
+            kept = [sample.correct for was, sample in zip(before, after, strict=True) if was.correct]
+            if not all(kept):
+                lost.append(f"{len(kept) - sum(kept)} of {len(kept)} {task}")
+                gained = sum(sample.correct for sample in after) - sum(kept)
                 if gained:
-                    lost[-1] += f" (and answers {gained} of the {len(after) - len(still)} others)"
+                    lost[-1] += f" (and answers {gained} of the {len(after) - len(kept)} others)"
         return f"{row.format} loses {names_text(lost)}" if lost else ""
 
     def _harm(self, row: CheckRow, length: int) -> str:

@@ -90,7 +90,7 @@ def serve(options: ServeOptions) -> ServingPlan:
     """Plan the memory of a model that is served.
 
     Raises:
-        ValueError: a format or the model is unknown, the weights do not fit, or what the model caches cannot be told
+        ValueError: a format or the model is unknown, the weights do not fit, or what the model caches cannot be read
             from its config.
         OSError: there is nothing that can be loaded, or no such repository.
     """
@@ -128,7 +128,7 @@ def model_cache(model: Any) -> ModelCache:
     try:
         short, long = (_read(model, length) for length in (READ_TOKENS, 2 * READ_TOKENS))
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"what {type(model).__name__} caches cannot be told from its config: {error}") from error
+        raise ValueError(f"what {type(model).__name__} caches cannot be read from its config: {error}") from error
     windows = {}
     heads = {}
     for index, layer in enumerate(short):

@@ -161,4 +161,4 @@ def test_models_whose_cache_cannot_be_counted(tmp_path):
     family_models.tiny_model("mamba").save_pretrained(tmp_path / "mamba")
     assert "caches no keys" in fail("plan", tmp_path / "mamba", "--serve", "--gpu-memory", "1")
     family_models.tiny_model("dbrx").save_pretrained(tmp_path / "dbrx")
-    assert "DbrxForCausalLM caches cannot be told" in fail("plan", tmp_path / "dbrx", "--serve", "--gpu-memory", "1")
+    assert "DbrxForCausalLM caches cannot be read" in fail("plan", tmp_path / "dbrx", "--serve", "--gpu-memory", "1")
