@@ -32,20 +32,21 @@ PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
 # By release
 
-What doubles the context that a release states; add `-o FOLDER` to the commands. A model that was fine-tuned from a
-release mostly has its table: `rope-patch doctor` shows it, and [`rope-patch settings`](settings.md) the keys.
+Commands that double the context that a release states; add `-o FOLDER`. For another length change `--target-length`. A
+model that was fine-tuned from a release mostly has its table: `rope-patch doctor` shows the table, and
+[`rope-patch settings`](settings.md) the keys.
 
-Each command was run on a tiny random model with the rotary settings of the release. Whether your checkpoint then reads
-so far, [`rope-patch extend`](extend.md) measures. On a scaled table the method is the one that was ahead on
+Each command was run on a tiny random model with the rotary settings of the release. [`rope-patch extend`](extend.md)
+measures whether your checkpoint then reads so far. On a scaled table the method is the one that was ahead on
 [toys](results/tables.md#checkpoints-that-are-scaled-already).
 
 | release | its table | to double its context | becomes | programs that read the same |
 |---|---|---|---|---|
 """
 TAIL = """
-*Programs that read the same* table and context as transformers 5 from the new folder; all: transformers 4, vLLM,
-SGLang, llama.cpp and MLX ([engines](engines.md)). Of the rest `doctor FOLDER` says whether they differ or were not
-compared; `rope-patch export` writes a form for more of them.
+The last column names programs that read the same table and context as transformers 5 from the new folder. *All*:
+transformers 4, vLLM, SGLang, llama.cpp and MLX ([engines](engines.md)). Of other programs `doctor FOLDER` says whether
+they differ or were not compared; `rope-patch export` writes a form for more of them.
 
 `python benchmarks/releases.py` writes this page.
 """
