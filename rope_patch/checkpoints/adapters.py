@@ -123,9 +123,10 @@ def read_record(folder: str | Path, **hub: Any) -> PatchRecord | None:
         weights = _adapter_weights(folder, **hub)
         if weights is not None and tied != file_hash(weights):
             raise ValueError(
-                f"this record of {record.to_method()} is not of the adapter beside it, whose weights were saved here "
-                "later and without rope_patch. If they were trained without a patch, delete the record; if under this "
-                "one, write it again with rope_patch.checkpoints.write_record"
+                f"this record of {record.to_method()} does not belong to the adapter beside it: its weights were "
+                "saved here later, without rope_patch. If they were trained without a patch, delete the record. If "
+                "they were trained under this one, put them on the patched model with PEFT, and save that: "
+                "rope_patch.save(peft_model, FOLDER, trust_adapters=['default'])"
             )
         return record
     except (ValueError, OSError) as error:
@@ -175,19 +176,20 @@ def check_adapter_tables(adapter: str | Path, record: PatchRecord | None, own: P
         if own is not None:
             raise PatchError(
                 f"the adapter {adapter} carries no patch record, but the model is patched with {own.to_method()}. If "
-                "it was trained without a patch, restore the model first; if under this one, write the record with "
-                "rope_patch.checkpoints.write_record"
+                "it was trained without a patch, restore the model first. If it was trained under this one, put it "
+                "on the model with PEFT, and save that: rope_patch.save(peft_model, FOLDER, "
+                "trust_adapters=['default'])"
             )
     elif own is None:
         raise PatchError(
-            f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
-            f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
+            f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: apply that "
+            f"method first, or let rope_patch.load({str(adapter)!r}) do both"
         )
     elif not same_tables(own.tables, record.tables):
         theirs, ours = (f"{r.to_method()} ({hashes(r.tables)})" for r in (record, own))
         raise PatchError(
-            f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
-            "and apply the adapter's"
+            f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore the "
+            "model and apply the adapter's method"
         )
 
 
@@ -261,7 +263,10 @@ def adapter_base(source: str | Path, **hub: Any) -> str:
         return str(source)
     base = adapter_config(source, **hub).base_model_name_or_path
     if not base or not isinstance(base, str):
-        raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
+        raise PatchError(
+            f"{source}: its {ADAPTER_FILE} names no base model: load the base yourself, and call "
+            "rope_patch.load_adapter(model, FOLDER)"
+        )
     return str(base)
 
 
@@ -354,8 +359,8 @@ def check_adapters_in_model(
         if own is not None and name not in trusted and not same_tables(own.tables, record.tables):
             raise PatchError(
                 f"the adapter {name!r} was trained under {own.to_method()}, and the model is patched with "
-                f"{record.to_method()} since: patch it as before; or, if the adapter was trained on under the new "
-                f"tables, save(…, trust_adapters=[{name!r}])"
+                f"{record.to_method()} since: patch it as before; or, if the adapter was trained further under the "
+                f"new tables, save(…, trust_adapters=[{name!r}])"
             )
     # PEFT sets inference_mode on adapters that it loads, not on those that are trained here. Beside a loaded one, any
     # adapter without a record may have been combined from it.

@@ -84,13 +84,16 @@ class RopePatchCallback(TrainerCallback, ExportableState):
                 entry = entry[-1]
             saved = entry["attributes"]["record"]
             if saved is None:
-                warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
+                warnings.warn(
+                    "the checkpoint does not say under which patch it was trained: was it the current patch?",
+                    stacklevel=2,
+                )
             else:
                 begun = PatchRecord.from_dict(saved)
                 if not same_tables(begun.tables, record.tables):
                     raise PatchError(
                         f"this run was begun under {begun.to_method()}, the model is patched with "
-                        f"{record.to_method()}: patch it as before, or start a run of its own in another output_dir"
+                        f"{record.to_method()}: patch it as before, or start a new run in another output_dir"
                     )
         self.record = record.to_dict()
         inner = saved_module(model)

@@ -102,7 +102,9 @@ def repair_folder(source: str | Path, out: str | Path) -> PatchRecord:
 def _before_patch(source: str | Path) -> tuple[PreTrainedModel, PatchRecord]:
     """Return a patched checkpoint's model without weights, as it was before the patch, and the record of the patch."""
     if is_gguf(source):
-        raise ValueError(f"{source} is a GGUF file, which is patched as a copy: use the file that it was made from")
+        raise ValueError(
+            f"{source} is a GGUF file, and a patch of such a file is a copy: use the file from before the patch"
+        )
     # Unchecked, since the record alone decides, whatever the other keys of the config say.
     model = model_without_weights(source, checked=False)
     record = locate(model).record
@@ -250,7 +252,7 @@ def copy_with_new_config(
             if path.name.startswith("."):  # it belongs to git or to the hub's client
                 continue
             if path.is_dir():
-                progress.say(f"copying nothing of the subfolder {path.name}")
+                progress.say(f"the subfolder {path.name} is not copied")
             elif path.is_file() and path.name not in _NOT_COPIED:
                 progress.say(f"copying {path.name}")
                 if link_weights and path.suffix == ".safetensors":

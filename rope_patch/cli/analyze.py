@@ -52,5 +52,5 @@ def read_texts(paths: Sequence[Path]) -> dict[str, Any] | None:
     """
     named = {path.name or str(path): list(documents(path)) for path in paths}
     if len(named) < len(paths):
-        raise ValueError("two texts have one name: rename one, since results name them")
+        raise ValueError("two texts have the same name: rename one, because results are listed by name")
     return named or None

@@ -35,7 +35,7 @@ def apply(options: ApplyOptions) -> None:
         context = patch.record.stated_length
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(context)])} runs it")
         if patch.record.target_length is None:
-            print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
+            print(f"the file states {context} tokens, and llama.cpp reads no more: for more give --target-length")
     else:
         print(f"wrote {output}: {how_to_load(output)} loads it, with or without rope_patch")
         names = [f"{PROGRAMS[name].name} {PROGRAMS[name].version}" for name in programs_that_agree(output)]

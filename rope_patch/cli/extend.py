@@ -79,7 +79,7 @@ def extend(options: ExtendOptions) -> int:
         _print(outcome, options.verbose)
         if report_page.exists():
             print(f"all rounds and scores: {report_page} (or add -v)")
-        print(f"all measurements: {work}, for another run; it may be deleted")
+        print(f"all measurements are in {work}, for another run; you may delete it")
     return EXIT_NOTHING_CHOSEN if outcome.output is None else 0
 
 
@@ -99,10 +99,10 @@ def _load(settings: ExtendSettings) -> Any:
     method = location.record.to_method()
     if trained:
         rebase(model, settings_of(location.config))
-        progress.say(f"{settings.model}: {method} is what is extended, since its weights were trained under it")
+        progress.say(f"{settings.model}: its weights were trained under {method}, so that table is extended")
     else:
         restore(model)
-        progress.say(f"{settings.model}: {method} is taken off first, under which its weights were not trained")
+        progress.say(f"{settings.model}: its weights were not trained under {method}, so that patch is undone first")
     return model
 
 

@@ -14,5 +14,8 @@ def tasks(options: TasksOptions) -> None:
             # The first line of each task's YAML is a comment that says what it asks.
             first_line = file.read_text(encoding="utf-8").partition("\n")[0]
             print(f"{file.stem:24}{first_line.removeprefix('# ')}")
-        print("\nlm-eval has these names, rope-patch compare those in its --help. For --include_path of lm_eval:")
+        print(
+            "\nThese are the names in lm-eval; rope-patch compare --help has its own. The folder for lm_eval "
+            "--include_path:"
+        )
     print(path)

@@ -100,7 +100,7 @@ def programs_that_agree(source: str | Path) -> list[str]:
 
 def _of_folder(source: str | Path, pythons: Mapping[str, str | Path]) -> ProgramComparison:
     if "llama.cpp" in pythons:
-        raise ValueError(f"llama.cpp is asked about a file, and {source} is none: {to_ask('llama.cpp')}")
+        raise ValueError(f"llama.cpp is asked about a GGUF file, and {source} is not one: {to_ask('llama.cpp')}")
     model = model_without_weights(source, checked=False)
     inspection = inspect_model(model)
     location = locate(model)

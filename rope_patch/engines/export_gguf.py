@@ -123,10 +123,10 @@ def one_table(model: PreTrainedModel, graph: Graph) -> RotaryTable:
     full = tables.get("full_attention")
     others = [s for kind, s in tables.items() if kind != "full_attention"]
     if full is None or graph.architecture not in LAYERED:
-        raise ValueError(f"{type(model).__name__} has a table per layer type, and a GGUF of it holds one")
+        raise ValueError(f"{type(model).__name__} has a table per layer type, and its GGUF file would hold only one")
     for other in others:
         if not other.is_geometric:
-            raise ValueError(f"llama.cpp scales full_attention alone, and {other.layer_type} is patched too")
+            raise ValueError(f"llama.cpp scales only full_attention, and {other.layer_type} is patched, too")
     return full
 
 

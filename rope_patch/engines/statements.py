@@ -80,7 +80,7 @@ def statement_of(checkpoint: PatchedCheckpoint, program: str) -> Flags:
         ValueError: the program is unknown, or cannot state the tables, with the reason.
     """
     if program not in STATEMENTS:
-        raise ValueError(f"what {program!r} takes is not known, only {', '.join(STATEMENTS)}")
+        raise ValueError(f"unknown program {program!r}. Known: {', '.join(STATEMENTS)}")
     source = checkpoint.source
     if is_gguf(source) and program != "llama.cpp":
         raise ValueError(f"{source} is a GGUF file, which {program} settings do not fit: give the checkpoint's folder")

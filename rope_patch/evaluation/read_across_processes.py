@@ -110,7 +110,7 @@ def _gathered(mine: dict[str, Any], asked: list[str]) -> dict[str, Any]:
     parts = gather({"identity": digest, "values": mine})
     if any(part["identity"] != digest for part in parts):
         raise ValueError(
-            "the processes read different models, texts or prompts: every one needs the same files and options. "
-            "For evaluations apart use rope_patch.runtime.parallel.alone()"
+            "the processes read different models, texts or prompts: every one needs the same files and options. For "
+            "separate evaluations in each process use rope_patch.runtime.parallel.alone()"
         )
     return {name: value for part in parts for name, value in part["values"].items()}

@@ -232,7 +232,7 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
     bare = tokenizer("word", add_special_tokens=False)["input_ids"]
     front = len(whole) - len(bare)
     if whole[front:] != bare:
-        raise ValueError(f"the tokenizer {name} puts special tokens behind a text: give add_bos_token=False")
+        raise ValueError(f"the tokenizer {name} adds special tokens after a text: give add_bos_token=False")
     return tokenizer, tuple(whole[:front])
 
 

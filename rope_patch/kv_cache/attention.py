@@ -84,7 +84,7 @@ def attend(
     if attending is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
     if kwargs.get("position_bias") is not None:
-        raise ValueError(f"{type(module).__name__} attends with position_bias: quantized caches know none")
+        raise ValueError(f"{type(module).__name__} attends with position_bias, which quantized caches do not support")
     sinks = kwargs.get("s_aux")  # a logit of each head that has no key, as gpt-oss learns it
     rows, heads, size, width = query.shape
     index = int(module.layer_idx)  # type: ignore[arg-type]

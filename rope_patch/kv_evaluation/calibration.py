@@ -115,7 +115,10 @@ def config_with_scales(source: str | Path) -> dict[str, Any]:
         raise ValueError(f"scales are written beside a checkpoint's weights, and {source} has no {CONFIG_FILE}")
     known = config.get("quantization_config") or {"quant_method": "compressed-tensors", "config_groups": {}}
     if known["quant_method"] != "compressed-tensors":
-        raise ValueError(f"scales are written as compressed-tensors does, and {source} is of {known['quant_method']}")
+        raise ValueError(
+            f"scales are written in the format of compressed-tensors, and {source} is quantized by "
+            f"{known['quant_method']}"
+        )
     scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
     return config | {"quantization_config": known | {"kv_cache_scheme": scheme}}
 

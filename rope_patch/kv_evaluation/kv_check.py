@@ -75,7 +75,7 @@ def parse_formats(names: Sequence[str] | Mapping[str, str], *, calibrating: bool
             raise ValueError(f"formats must differ from each other, but {equal!r} and {name!r} both mean {scheme}")
         formats[name] = scheme
     if len(formats) == 1:
-        raise ValueError("give at least one format beside none")
+        raise ValueError("give at least one format other than none")
     if calibrating and not any(scheme.takes_scales for scheme in formats.values()):
         raise ValueError(f"calibrate is for keys and values in fp8: add vllm:fp8 to {', '.join(texts)}")
     return formats

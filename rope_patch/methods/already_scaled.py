@@ -59,8 +59,8 @@ def context_before(table: RotaryTable, given: int | None) -> int:
     if table.rope_type in ("linear", "yarn", "proportional") and factor != 1.0:
         raise ValueError(
             f"{table.path} is scaled (rope_type {table.rope_type!r}, factor {factor:g}), and nothing says what its "
-            f"context was before: {round(context / factor)} tokens if the stated {context} hold the factor, {context} "
-            f"if they do not. Give {ORIGINAL}= (yarn, mrrope, llama3), or take pi or abf"
+            f"context was before: {round(context / factor)} tokens if the stated {context} already include the "
+            f"factor, {context} if they do not. Give {ORIGINAL}= (yarn, mrrope, llama3), or take pi or abf"
         )
     return context
 

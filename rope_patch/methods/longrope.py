@@ -77,7 +77,7 @@ class PerPair(Method):
         name = fields(self)[0].name
         if target_length is not None and getattr(self, name) is None:
             raise ValueError(
-                f"{self.name} without {name} leaves the table as it is: it is not made for target_length "
+                f"{self.name} without {name} leaves the table as it is, so it does not reach target_length "
                 f"{target_length}"
             )
         return self
@@ -85,7 +85,7 @@ class PerPair(Method):
 
 @dataclass(frozen=True)
 class LongRope(PerPair, name="longrope"):
-    """LongRoPE: each frequency divided by a factor of its own; all ones by default.
+    """LongRoPE: a divisor for each frequency; by default all are 1.
 
     ``attention_factor`` defaults to ``sqrt(1 + ln(factor) / ln(L))`` with ``L`` the trained context, which is 1 for the
     default ``factor`` 1. There is one list only: a short and a long table that differ would switch during generation,

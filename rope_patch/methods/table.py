@@ -14,7 +14,7 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Table(PerPair, name="table"):
-    """Any table, number by number: what a search found, for example. The table found by default.
+    """Any table, number by number, such as the result of a search. By default the checkpoint's own table.
 
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
     With a ``layer_type`` the tables of other layers stay as they are, so a chain of such methods gives each layer type

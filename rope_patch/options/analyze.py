@@ -40,9 +40,9 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
 
     model: str = shared.model()
     texts: tuple[Path, ...] = path(
-        "A text file, or a folder of .txt files, to run the model on. Repeat it for more: the statistics read as much "
-        "of each, and are of all together; capture.npz has the norms of each. By default short built-in texts of "
-        "five kinds.",
+        "A text file, or a folder of .txt files, to run the model on. Repeat the option for more. The statistics "
+        "read the same amount of each text, and cover all texts together; capture.npz has the norms of each text. By "
+        "default short built-in texts of five kinds.",
         (),
         name="text",
         repeated=True,
@@ -56,7 +56,7 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
         several=True,
     )
     p_values: tuple[float, ...] = number(
-        'The values of p of p-RoPE for which to show what the pairs carry that would stop rotating. "" shows none.',
+        'For which values of p to show what the pairs carry that p-RoPE would stop rotating. "" shows none.',
         P_VALUES,
         metavar="VALUES",
         name="p",
@@ -66,7 +66,7 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
         below=1,
     )
     tokens_read: int = tokens(
-        "How much text the statistics read; at least one row of each text is.",
+        "How much text the statistics read, but at least one row of each text.",
         TOKENS,
         least=2,
         name="tokens",

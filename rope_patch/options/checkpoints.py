@@ -53,12 +53,12 @@ class RestoreOptions(ImportOptions, command="restore"):
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions, command="doctor"):
-    """Check any checkpoint: is the rotary table that is used the one that is meant? Also in other programs.
+    """Check any checkpoint: is the rotary table in use the table that was meant? Also in other programs.
 
     The table that transformers computes is compared with the config and with the patch record, if there is one; the
-    stated contexts, the weights files and leftovers of other saves are checked. Below stands what transformers 4, vLLM,
-    SGLang, llama.cpp and MLX compute from the same files; where one differs, why, and what to run. Only the config and
-    the headers of files are read, not the weights. Models in memory: ``rope_patch.doctor(model)``.
+    stated contexts, the weights files and leftovers of other saves are checked. Then it prints what transformers 4,
+    vLLM, SGLang, llama.cpp and MLX compute from the same files and, where a program differs, why and what to run. Only
+    the config and the headers of files are read, not the weights. Models in memory: ``rope_patch.doctor(model)``.
 
     The exit status is 0 if all checks hold, 1 if something differs, and 3 if a check could not be made. Other programs
     count only if they are named with ``--for``.
@@ -71,16 +71,16 @@ class DoctorOptions(CommandOptions, command="doctor"):
 
     model: str = shared.model()
     for_programs: tuple[str, ...] = shared.programs(
-        "A program that will run this checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. What it computes "
-        "then counts for the exit status."
+        "A program that will run this checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. What this program "
+        "computes then counts for the exit status."
     )
     python: Path | None = path(
-        "The Python of the environment in which the one program of --for is installed: it is asked what it computes "
-        "from these very files. SGLang cannot be asked.",
+        "The Python of the environment in which the one program of --for is installed. That program is asked what it "
+        "computes from these very files. SGLang cannot be asked.",
         None,
         metavar="PYTHON",
     )
-    config_only: bool = flag("Leave out the weights files, which need not be there, as in a CI.")
+    config_only: bool = flag("Do not check the weights files; they may be missing, as in a CI.")
     repair: bool = flag("Write a copy of a patched folder whose config was changed after the patch; needs -o.")
     output: Path | None = path(
         "With --repair: the folder to write, which must be new or empty.", None, metavar="FOLDER", short=("-o",)

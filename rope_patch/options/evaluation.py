@@ -35,8 +35,8 @@ class EvalSpec(OptionSet):
     """
 
     lengths: Sequence[int] = tokens(
-        'The prompt lengths of the retrieval task, for example "4k 16k 32k". Perplexity is measured on text as long as '
-        "the longest.",
+        'The prompt lengths of the retrieval task, for example "4k 16k 32k". Perplexity is measured on text as long '
+        "as the longest length.",
         several=True,
         least=2,
     )
@@ -50,17 +50,17 @@ class EvalSpec(OptionSet):
     )
     samples: int = whole("The number of haystacks for each task and length.", 4, least=1)
     windows: int | None = whole(
-        "The number of pieces of text that perplexity is measured on, each as long as the longest length. 0 "
-        "leaves perplexity out, which kv-check needs. Without a number it is 8, or fewer if the text is short.",
+        "The number of pieces of text that perplexity is measured on, each as long as the longest length. 0 leaves "
+        "perplexity out (not in kv-check). By default 8, or fewer if the text is short.",
         None,
         least=0,
     )
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), RULER's "
-        "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, or ruler for all "
-        "of them, json_kv, tool_call (a tool call to be repeated) and sums (of two numbers), which low-bit caches "
-        'break first. "" asks none, and leaves perplexity. extend takes passkey and niah, and asks the first that the '
-        "unpatched model answers within its context.",
+        "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, or ruler for "
+        "all of them, json_kv, tool_call (a tool call to be repeated) and sums (of two numbers). Low-bit caches "
+        'break the last two first. "" asks no task: only perplexity is measured. extend takes passkey and niah, and '
+        "asks the first of its tasks that the unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",
         several=True,
@@ -74,9 +74,9 @@ class EvalSpec(OptionSet):
         kind=PathLike,
     )
     short_context: int | None = tokens(
-        "The length of a short context, for example 1k. If it is given, the perplexity of key tokens is measured too "
-        "(LongPPL): of the tokens that the unpatched model predicts at least 2 nats better from all text before them "
-        "than from a short context alone.",
+        "Also measure the perplexity of key tokens (LongPPL), with a short context of this length, for example 1k. "
+        "Key tokens are those that the unpatched model predicts at least 2 nats better from all text before them "
+        "than from the short context alone.",
         None,
         least=4,
     )
@@ -89,7 +89,7 @@ class EvalSpec(OptionSet):
         optional=True,
     )
     chat_template: str = word(
-        "Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
+        "Whether retrieval prompts go through the chat template of the tokenizer. auto: if it has one.",
         "auto",
         metavar="auto|on|off",
         choices=("auto", "on", "off"),
@@ -101,7 +101,7 @@ class EvalSpec(OptionSet):
     )
     chunk: int | None = shared.chunk()
     batch_tokens: int = tokens("The largest number of tokens that are read as one batch.", 16384)
-    seed: int = whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
+    seed: int = whole("The random seed, for what is drawn at random, such as prompts.", 0, metavar="NUMBER")
 
     def __post_init__(self) -> None:
         """Check the values, and put lengths and depths in order."""

@@ -14,9 +14,9 @@ from rope_patch.options.shared import DTYPES, CommandOptions, Patching
 class ExportOptions(CommandOptions, command="export"):
     """Write a checkpoint so that another engine runs it with the same rotary tables, or explain why it cannot.
 
-    The weights are copied, an adapter is merged into them, and those of a GGUF file are dequantized. What is written
+    The weights are copied, an adapter is merged into them, and weights of a GGUF file are dequantized. What is written
     also loads in plain transformers. ``export.json`` names the version of the engine that was checked to read these
-    tables correctly, or says that none was.
+    tables correctly, or says that no version was checked.
 
     Example: ``rope-patch export ./llama-yarn --to vllm -o ./llama-yarn-vllm``
     """
@@ -37,9 +37,9 @@ class ExportOptions(CommandOptions, command="export"):
         metavar="FILE",
     )
     dtype: str = word(
-        "The data type of merged weights, of those read from a GGUF file, and of new GGUF files: auto, float32, "
-        "float16 or bfloat16. With auto, weights of a GGUF file become bfloat16, half the size of float32; that moves "
-        "the distribution of the next token by a KL divergence below .0001.",
+        "The data type of merged weights, of weights read from a GGUF file, and of new GGUF files: auto, float32, "
+        "float16 or bfloat16. With auto, weights of a GGUF file become bfloat16, half the size of float32; that "
+        "moves the distribution of the next token by a KL divergence below .0001.",
         "auto",
         metavar="DTYPE",
         choices=DTYPES,

@@ -38,15 +38,15 @@ class ExtendSettings(OptionSet):
     length: int = tokens("The context length to reach.", least=2)
     methods: tuple[str, ...] = word(
         'The methods to compare, separated by spaces, for example "yarn:factor=4 p_rope:p=0.5"; rope-patch methods '
-        "lists them. The model as it is is always measured beside them.",
+        "lists them. The unpatched model is always measured, too.",
         CANDIDATES,
         metavar="METHODS",
         several=True,
         empty=True,
     )
     tolerance: float = number(
-        "By which share perplexity may rise within the context that the model was trained at: 0.25 is 25 %. Of methods "
-        "that are equally good at the length, the one that costs least there is chosen in any case.",
+        "How much perplexity may rise within the trained context: 0.25 is 25 %. Of methods that are equally good at "
+        "the length, the cheapest within the trained context is chosen in any case.",
         0.25,
         metavar="SHARE",
         least=0,
@@ -55,7 +55,8 @@ class ExtendSettings(OptionSet):
     )
     train: bool = flag("Train the best method with LoRA, and let the trained model compete.")
     train_text: str | None = word(
-        "With --train: a file, a folder or the hub id of a dataset. By default 400 kB that ship with rope_patch.",
+        "With --train: a file, a folder or the hub id of a dataset. By default 400 kB of text that ship with "
+        "rope_patch.",
         None,
         metavar="PATH",
     )
@@ -66,9 +67,9 @@ class ExtendSettings(OptionSet):
         least=1,
     )
     budget: int | None = option(
-        "How long the run may take, such as 5m, 30m or 2h: it reads until then, and chooses by what was read. It ends "
-        "earlier where more text would hardly change the choice. By default 30 minutes of reading, and a training of "
-        "200 rows.",
+        "How long the run may take, such as 5m, 30m or 2h. It measures until then, and chooses by what was measured. "
+        "It ends earlier if more text would hardly change the choice. By default 30 minutes of measuring, and with "
+        "--train a training of 200 rows.",
         None,
         metavar="TIME",
         read=parse_duration,
@@ -77,8 +78,8 @@ class ExtendSettings(OptionSet):
         unit="s",
     )
     for_programs: tuple[str, ...] = shared.programs(
-        "A program that will run the checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. Methods that it does "
-        "not run, from the folder or with options, are left out."
+        "A program that will run the checkpoint: transformers-4, vllm, sglang, llama.cpp or mlx. Methods that this "
+        "program does not run, from the folder or with options, are left out."
     )
     evaluation: EvalSpec = contained(
         EvalSpec,
@@ -153,6 +154,6 @@ class ExtendOptions(CommandOptions, command="extend"):
         repeated=True,
     )
     dry_run: bool = flag("Load the model, measure its speed, print what would be read and written, and stop.")
-    verbose: bool = flag("Print the rounds and their tables, too, which report.html has.", short=("-v",))
+    verbose: bool = flag("Also print the rounds and their tables, as report.html shows them.", short=("-v",))
     force: bool = shared.force()
     report: bool = shared.report()

@@ -26,7 +26,8 @@ class ModelOptions(OptionSet):
         choices=DTYPES[1:],
     )
     attention: str = word(
-        "The attention kernel: sdpa, flash (flash_attention_2, a package of its own) or eager (it holds all scores).",
+        "The attention kernel: sdpa, flash (flash_attention_2, a separate package) or eager (keeps all scores in "
+        "memory).",
         "sdpa",
         metavar="KERNEL",
         choices=("sdpa", "flash", "eager"),
@@ -61,16 +62,16 @@ class DataOptions(OptionSet):
 
     source: str = word(
         "The documents: builtin (400 kB that ship with rope_patch, mostly Python source), a file, a folder (txt, md, "
-        "json, jsonl, parquet, csv), or the hub id of a dataset. A column text holds texts (train.dataset_text_field "
-        "names another), a column messages conversations (or conversations, as ShareGPT has them), columns prompt and "
-        "completion what is asked and what is learned.",
+        "json, jsonl, parquet, csv), or the hub id of a dataset. Texts are in a column text (or the one that "
+        "train.dataset_text_field names), conversations in a column messages (or conversations, as in ShareGPT). Of "
+        "columns prompt and completion the completion is learned.",
         "builtin",
         metavar="PATH|ID",
     )
     config: str | None = word("The configuration of a hub dataset.", None)
     split: str = word("The split of a hub dataset.", "train")
     documents: int | None = whole(
-        "Read only so many documents, from the beginning; a hub dataset is then not downloaded as a whole.",
+        "Read only the first so many documents; a hub dataset is then not downloaded as a whole.",
         None,
         least=1,
     )
@@ -81,7 +82,7 @@ class DataOptions(OptionSet):
         "full",
         choices=("full", "pose", "randpos"),
     )
-    chunks: int = whole("The pieces of a row under pose.", 2, least=1)
+    chunks: int = whole("The number of pieces that pose cuts a row into.", 2, least=1)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class EvaluationOptions(OptionSet):
         least=0,
     )
     before: bool = flag(
-        "Evaluate the model without its adapter, too, unpatched and patched. With lora.r=0 there is none.", True
+        "Also evaluate the model without its adapter, unpatched and patched. With lora.r=0 there is no adapter.", True
     )
     lengths: tuple[int, ...] | None = tokens(
         'The prompt lengths, such as "4k 16k 32k"; perplexity is measured at the positions between them. By default '
@@ -256,10 +257,10 @@ class FinetuneOptions(ImportOptions, command="finetune"):
 
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
     run the same command again to continue from the last checkpoint. Options come from YAML files, from single values
-    such as ``train.max_steps=100``, and from flags; later ones replace earlier ones. Below ``train`` they are those of
-    TRL's SFTConfig, below ``lora`` those of PEFT's LoraConfig. Three are required: ``model.name``, ``train.max_length``
-    (the length of the rows) and ``output``. ``finetune_lora.py`` of ``rope-patch recipes copy`` is the script that
-    runs, and ``configs`` beside it has a file for each situation.
+    such as ``train.max_steps=100``, and from flags; later ones replace earlier ones. Section ``train`` takes options of
+    TRL's SFTConfig, section ``lora`` options of PEFT's LoraConfig. Three options are required: ``model.name``,
+    ``train.max_length`` (the length of the rows) and ``output``. ``finetune_lora.py`` of ``rope-patch recipes copy`` is
+    the script that runs, and ``configs`` beside it has a file for each situation.
 
     Example: ``rope-patch finetune model.name=./llama patch.method=yarn:factor=4 train.max_length=16k output=out``
     """

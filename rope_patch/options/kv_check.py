@@ -18,8 +18,8 @@ class Limits(OptionSet):
     """What a safe format may cost."""
 
     tolerance: float = number(
-        "The relative change of perplexity up to which a format counts as safe. KL may be as large as the rise of the "
-        "loss that this allows: 0.0198 nats/token for 0.02.",
+        "The largest relative change of perplexity through a safe format. It also sets the largest KL: 0.0198 "
+        "nats/token for 0.02.",
         0.02,
         metavar="SHARE",
         least=0,
@@ -58,15 +58,15 @@ class KvCheckOptions(CommandOptions, command="kv-check"):
     model: str = shared.model()
     formats: tuple[str, ...] = word(
         "The cache formats to check, separated by spaces: names such as llama.cpp:q8_0, llama.cpp:q4_0, vllm:fp8 and "
-        'kivi-4, or texts of your own such as "k=int4.pre;v=int4". --list explains both.',
+        'kivi-4, or a format written out, such as "k=int4.pre;v=int4". --list explains both.',
         metavar="FORMATS",
         several=True,
     )
     evaluation: EvalSpec = contained(EvalSpec, without=("short_context", "bucket", "batch_tokens"))
     calibrate: str | None = word(
         "The text from which scales of an fp8 cache are computed, one for the keys and one for the values of each "
-        "layer: builtin, a file or a folder. vllm:fp8 is measured with them, too, and a folder that vLLM serves with "
-        "them is written.",
+        "layer: builtin, a file or a folder. vllm:fp8 is also measured with these scales, and a folder is written "
+        "that vLLM serves with them.",
         None,
         metavar="builtin|PATH",
         kind=PathLike,

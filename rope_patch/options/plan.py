@@ -43,8 +43,8 @@ class StepOptions(OptionSet):
         choices=tuple(BYTES_PER_ELEMENT),
     )
     boundaries: str = word(
-        "Between documents of a row: join (documents attend to those before them) or apart (they do not; flash "
-        "attention needs no mask for that, sdpa needs one of length x length).",
+        "How documents are packed into a row: join (documents attend to earlier documents) or apart (they do not; "
+        "flash attention needs no mask for that, sdpa needs one of length x length).",
         "join",
         choices=("join", "apart"),
     )
@@ -102,7 +102,7 @@ class ServeOptions(CommandOptions, command="plan --serve"):
     """Say how long a text fits into a GPU that serves a model, by the format of its KV cache.
 
     Only the config is read, and the cache is the one that transformers makes from it: sliding layers hold their window,
-    latent attention its latents, linear layers a state of one size. Weights and caches get 92 % of the memory, the
+    latent attention its latents, linear layers a state of fixed size. Weights and caches get 92 % of the memory, the
     default of vLLM 0.32. Activations are left out.
 
     Example: ``rope-patch plan Llama-3.1-8B --serve --gpu-memory 24 --formats "none vllm:fp8 llama.cpp:q4_0"``
@@ -117,10 +117,12 @@ class ServeOptions(CommandOptions, command="plan --serve"):
         several=True,
     )
     requests: int = whole(
-        "The number of requests at a time, whose longest context is given beside that of one.", 8, least=1
+        "The number of requests at a time. Their longest context is printed beside that of a single request.",
+        8,
+        least=1,
     )
     weights: float | None = number(
-        "The size of the weights in GiB, if the checkpoint is quantized. By default they have two bytes a parameter.",
+        "The size of the weights in GiB, if the checkpoint is quantized. By default two bytes a parameter.",
         None,
         metavar="GIB",
         above=0,

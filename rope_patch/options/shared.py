@@ -23,7 +23,7 @@ class Patching(OptionSet):
     )
     layer_types: tuple[str, ...] | None = word(
         "The rotary table to patch, for models that have one per layer type, such as sliding_attention in Gemma 3. "
-        "Repeat it for more. By default full_attention.",
+        "Repeat the option for more. By default full_attention.",
         None,
         metavar="TYPE",
         name="layer-type",
@@ -85,7 +85,7 @@ def applied_method() -> Any:
 def parameters() -> Any:
     """Return the field for the parameters of a method."""
     return word(
-        "The parameters of the method, which may also be written behind its name.",
+        "The parameters of the method; they may also be written behind its name.",
         (),
         metavar="KEY=VALUE",
         positional=True,
@@ -95,7 +95,9 @@ def parameters() -> Any:
 
 def programs(help: str) -> Any:
     """Return the field for programs."""
-    return word(f"{help} Several names go into quotes, or repeat it.", (), metavar="PROGRAM", name="for", repeated=True)
+    return word(
+        f"{help} Put several names into quotes, or repeat the option.", (), metavar="PROGRAM", name="for", repeated=True
+    )
 
 
 def names_in(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ def methods(default: Any = MISSING) -> Any:
     """Return the field for the methods to compare."""
     return word(
         'The methods to compare, separated by spaces, for example "default yarn:factor=4 p_rope:p=0.5". "default" is '
-        "the model as it is; rope-patch methods lists the others.",
+        "the unpatched model; rope-patch methods lists the others.",
         default,
         metavar="METHODS",
         several=True,
@@ -175,7 +177,7 @@ class ImportOptions(OptionSet):
 
     imports: tuple[str, ...] = word(
         "A Python module of yours to import first, which defines methods, tasks, metrics or cache formats: "
-        "docs/your-own.md has one of each. Repeat it for more.",
+        "docs/your-own.md has one of each. Repeat the option for more.",
         (),
         metavar="MODULE",
         name="import",

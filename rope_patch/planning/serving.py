@@ -56,7 +56,7 @@ class ModelCache:
             ValueError: the scheme skips a layer without keys, or rounds rotary features by themselves.
         """
         if scheme.key.rope:
-            raise ValueError("which features rotate is not in a cache: a plan takes no rope=")
+            raise ValueError("a plan takes no rope=: it does not know which features rotate")
         # Of an attention layer bits need no more than this.
         layers: Any = [SimpleNamespace(index=i, keys_of=i, window=window) for i, window in self.windows.items()]
         return stored_states(layers, self.heads, scheme)

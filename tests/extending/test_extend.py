@@ -362,7 +362,7 @@ def test_the_table_that_is_extended_further_is_the_one_of_the_training(llama, tm
         rope_patch.save(llama, tmp_path / "first", tokenizer=TOKENIZER)
     record = tmp_path / "first" / "rope_patch_extend.json"
     asked = ["extend", tmp_path / "first", "--length", "1k", "-o", tmp_path / "out", "--methods", "yarn", "--dry-run"]
-    for training, table, said in ((None, "yarn:factor=4", "taken off"), ({"steps": 8}, "yarn:factor=2", "trained")):
+    for training, table, said in ((None, "yarn:factor=4", "undone"), ({"steps": 8}, "yarn:factor=2", "is extended")):
         record.write_text(json.dumps({"training": training}))
         printed = invoke(*asked).output
         assert f"methods: {table}" in printed and said in printed

@@ -419,7 +419,7 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"formats": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the layers with keys"),
-        ({"formats": ["none"]}, "at least one format beside none"),
+        ({"formats": ["none"]}, "at least one format other than none"),
         ({"formats": ["fp8", "int4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
         ({"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ({"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),

@@ -468,7 +468,7 @@ def test_yarn_that_reaches_further_than_the_config_states_counts_from_what_it_re
 
 def test_the_context_before_a_linear_scaling_is_asked_for():
     """A stated context of 4096 may hold the factor 2, or not."""
-    with pytest.raises(ValueError, match=r"2048 tokens if the stated 4096 hold the factor, 4096 if they do not"):
+    with pytest.raises(ValueError, match=r"2048 tokens if the stated 4096 already include the factor, 4096"):
         parse("yarn:factor=2")(linear_slot())
     after = parse("yarn:factor=2:original_max_position_embeddings=2048")(linear_slot())
     assert same(after, parse("yarn:factor=4")(slot(head_dim=32, context=2048)))

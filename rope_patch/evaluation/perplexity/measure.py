@@ -77,7 +77,9 @@ def perplexity(
     edges = list(buckets) if buckets is not None else [0, window]
     # The token at position 0 is never predicted, so a first range that ends at 1 would always be empty.
     if len(edges) < 2 or edges != sorted(set(edges)) or edges[0] < 0 or edges[-1] > window or edges[1] < 2:
-        raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
+        raise ValueError(
+            f"the edges of buckets must rise between 0 and {window}, and the first must be > 1, got {edges}"
+        )
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
     # Another cache, other chunks or other ranges give other numbers, so they are part of every key.
