@@ -298,8 +298,16 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("docs/methods/p_rope.md", "changes by −2 % (−5 to 0)", lambda: against_plain("p_rope:p=0.75")),
     ("docs/methods/p_rope.md", "−5 % (−17 to +9)", lambda: against_plain("p_rope:p=0.5")),
     ("docs/methods/p_rope.md", "+10 % (−15 to +42)", lambda: against_plain("p_rope:p=0.25")),
-    ("docs/methods/p_rope.md", "changes perplexity by −45 % (−73 to +12)", lambda: against_plain("p_rope:p=0.5", "512-1024")),
-    ("docs/methods/p_rope.md", "perplexity changes by +23 % (+14 to +32)", lambda: against_plain("p_rope_reversed:p=0.75")),
+    (
+        "docs/methods/p_rope.md",
+        "changes perplexity by −45 % (−73 to +12)",
+        lambda: against_plain("p_rope:p=0.5", "512-1024"),
+    ),
+    (
+        "docs/methods/p_rope.md",
+        "perplexity changes by +23 % (+14 to +32)",
+        lambda: against_plain("p_rope_reversed:p=0.75"),
+    ),
     ("docs/methods/p_rope.md", "it changes by +94 % (+65 to +128)", lambda: against_plain("nope")),
     ("docs/doctor.md", "calls 121 model types OK", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
     ("docs/methods.md", "from 382 to 32 in the last quarter of", lambda: [smollm2("default"), smollm2("yarn")]),
