@@ -179,7 +179,10 @@ def verify_folder(source: str | Path) -> PatchRecord:
             check_weights(folder)
             wrong = wrong_tensors(folder, model)
             if wrong:
-                raise OSError(f"the weights files are not those of {type(model).__name__}: {wrong}")
+                raise OSError(
+                    f"the weights files are not those of {type(model).__name__}: {wrong}. Is config.json the config of "
+                    "another model?"
+                )
     check_length(folder, record)
     return record
 

@@ -251,7 +251,10 @@ def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[An
 
 def _check_loaded(source: str | Path, model: Any, loaded: Mapping[str, Any]) -> None:
     if wrong := wrong_tensors_in_load(loaded):
-        raise OSError(f"{source} does not hold the weights of {type(model).__name__}: {wrong}")
+        raise OSError(
+            f"{source} does not hold the weights of {type(model).__name__}: {wrong}. Is its config.json the config of "
+            "another model?"
+        )
 
 
 def _load_under_adapter(

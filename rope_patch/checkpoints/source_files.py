@@ -173,6 +173,10 @@ def naming_checkpoint(source: str | Path) -> Iterator[None]:
         with as_value_error(f"{source}: transformers cannot build the model of its config.json"):
             yield
     except ValueError as error:
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError(
+                f"{source}: its weights have other shapes than config.json states: is it the config of another model?"
+            ) from error
         reason = "holds no causal language model: load it with its own class of transformers"
         if "trust_remote_code" in str(error.__cause__):
             reason = "comes with code of its own, which is not run: load it with trust_remote_code=True if you trust it"

@@ -60,6 +60,10 @@ def refuse_repacked_weights(model: nn.Module) -> None:
         )
 
 
+OTHER_SHAPE = "of another shape"
+"""What :func:`wrong_tensors` calls tensors that transformers refuses to load."""
+
+
 def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
     """Say which tensors of a model are missing from a folder's safetensors files, or have another shape there.
 
@@ -113,7 +117,7 @@ def wrong_tensors_in_load(loaded: Mapping[str, Any]) -> str:
         loaded: the report that ``from_pretrained`` returns for ``output_loading_info=True``.
     """
     shapes = [f"{name} ({list(stored)}, not {list(own)})" for name, stored, own in loaded["mismatched_keys"]]
-    wrong = {"missing": loaded["missing_keys"], "of another shape": shapes}
+    wrong = {"missing": loaded["missing_keys"], OTHER_SHAPE: shapes}
     if not any(wrong.values()):
         return ""
     # These are often the missing tensors under other names.

@@ -13,7 +13,7 @@ from transformers.utils.generic import flatten_dict
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
 from rope_patch.checkpoints.source_files import cache_scales, config_json
-from rope_patch.checkpoints.weight_files import INDEX_FILE, check_weights, names_in_index, wrong_tensors
+from rope_patch.checkpoints.weight_files import INDEX_FILE, OTHER_SHAPE, check_weights, names_in_index, wrong_tensors
 from rope_patch.diagnosis.check import DIFFERS, HOLDS, NOTE, UNKNOWN, Check
 from rope_patch.diagnosis.in_memory import REPAIR
 from rope_patch.patching.config_settings import settings_of
@@ -80,13 +80,16 @@ def tensors_are_there(folder: Path, model: PreTrainedModel) -> Iterator[Check]:
         warnings.simplefilter("always")
         wrong = wrong_tensors(folder, model)
     if wrong:
+        meaning = "transformers gives tensors that are missing random values, other ones at each load"
+        if OTHER_SHAPE in wrong:
+            meaning = "transformers refuses to load the folder"
         yield Check(
             "weights files",
             DIFFERS,
             wrong,
             f"the tensors of {type(model).__name__}",
-            "transformers gives tensors that are missing random values, other ones at each load",
-            "save the model again, or copy the folder again",
+            meaning,
+            "is config.json that of another model? If not, save the model again, or copy the folder again",
         )
     else:
         yield Check("weights files", HOLDS, f"every file is whole, with the tensors of {type(model).__name__}")

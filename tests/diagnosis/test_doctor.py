@@ -151,6 +151,11 @@ def a_folder_without_a_tensor(folder):
     return with_weights(folder, lambda weights: weights.pop("model.norm.weight"))
 
 
+@broken("weights files", "refuses to load")
+def a_folder_with_the_weights_of_another_model(folder):
+    return with_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
+
+
 @broken("weights files", "truncated")
 def a_folder_whose_weights_are_cut(folder):
     (folder / "model.safetensors").write_bytes(b"")
