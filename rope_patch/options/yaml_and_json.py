@@ -54,7 +54,11 @@ def stated(kind: type[OptionSet], values: Mapping[str, Any], where: str = "") ->
                 raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
             yield from stated(kind, {f"{name}.{key}": one for key, one in (value or {}).items()}, where)
         elif section in foreign:
-            yield (*known[section].path, key), typed(value)
+            try:
+                meant = typed(value)
+            except RecursionError:
+                raise ValueError(f"{where}{name} is nested too deeply") from None
+            yield (*known[section].path, key), meant
         elif name in known:
             yield known[name].path, read_value(known[name], value, f"{where}{name}")
         else:

@@ -132,7 +132,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     try:
         with cached_headers(path):
             reader = gguf().GGUFReader(path)
-    except (ValueError, KeyError, IndexError, MemoryError, OverflowError) as error:
+    except (ValueError, KeyError, IndexError, MemoryError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is no GGUF file, truncated or damaged, of the other byte order, or newer than the package gguf "
             f"({error}): copy or download it again, or pip install -U gguf"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections import UserDict
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -33,7 +34,7 @@ class ResultCache(UserDict[str, Any]):
         values: the values that the file holds, where they are known already.
 
     Raises:
-        ValueError: the file exists and holds something else.
+        ValueError: the file exists and holds something else, or a value was changed after it was written.
 
     Example:
         >>> import pathlib, tempfile
@@ -50,7 +51,8 @@ class ResultCache(UserDict[str, Any]):
         self.data = _values_in(self.path) if values is None else values  # not through update, which would write them
 
     def __setitem__(self, name: str, value: Any) -> None:
-        line = json.dumps({"key": name, "value": value}, allow_nan=False).encode() + b"\n"
+        entry = {"key": name, "value": value, "checksum": _checksum(value)}
+        line = json.dumps(entry, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
             # A line that a crash cut short has no line break behind it: the next one then begins with one.
@@ -68,17 +70,28 @@ def _values_in(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not path.exists():
         return values
-    for line in path.read_bytes().split(b"\n"):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
         try:
-            if line:
-                entry = json.loads(line)
-                values[entry["key"]] = entry["value"]
+            entry = json.loads(line)
+            name, value = entry["key"], entry["value"]
+            whole = "checksum" not in entry or entry["checksum"] == _checksum(value)
         except (ValueError, TypeError, KeyError, RecursionError):
             # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
             cut_short = line.startswith(LINE_START) or LINE_START.startswith(line) or not line.strip(b"\0")
             if not values and not cut_short:
                 raise ValueError(f"{path} is not a result cache: remove the file, or give another") from None
+            continue
+        if not whole:
+            raise ValueError(f"{path}, line {number}: the value was changed after it was written: delete this line")
+        values[name] = value
     return values
+
+
+def _checksum(value: Any) -> int:
+    """Return a number that tells a value from another, also after it was read back."""
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def open_cache(resume: str | Path | MutableMapping[str, Any]) -> MutableMapping[str, Any]:

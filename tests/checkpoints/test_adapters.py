@@ -306,6 +306,16 @@ def test_a_record_belongs_to_the_weights_beside_it(root, tmp_path):
             attempt(tmp_path)
 
 
+def test_an_adapter_that_peft_saved_gets_a_record_as_the_error_says(root, tmp_path):
+    patched = lora(rope_patch.load(root / "base", "yarn:factor=4"))
+    patched.save_pretrained(tmp_path / "bare")
+    with pytest.raises(PatchError, match=r"rope_patch\.save"):
+        rope_patch.load_adapter(patched.unload(), tmp_path / "bare")
+    again = peft.PeftModel.from_pretrained(rope_patch.load(root / "base", "yarn:factor=4"), tmp_path / "bare")
+    rope_patch.save(again, tmp_path / "saved", trust_adapters=["default"])
+    rope_patch.load(tmp_path / "saved")
+
+
 def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(root, tmp_path):
     tuned = rope_patch.load(root / "one")
     rope_patch.save(tuned, tmp_path / "out")

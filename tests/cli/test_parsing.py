@@ -15,7 +15,9 @@ import rope_patch
 from rope_patch.cli.parsing import parse_words
 from rope_patch.options.evaluation import CompareOptions, EvalSpec
 from rope_patch.options.fields import OptionSet, contained, flag, path, word
+from rope_patch.options.finetune import FinetuneOptions
 from rope_patch.options.shared import Machine
+from rope_patch.options.yaml_and_json import stated
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,11 @@ def test_a_file_with_a_key_twice_or_no_end_is_refused_by_name(text, message, fil
     Path("deep.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         parse_words(RunOptions, ["./llama", "-c", "deep.yaml"])
+
+
+def test_a_value_that_is_nested_thousands_deep_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"lora\.r is nested"):
+        list(stated(FinetuneOptions, {"lora.r": 3000 * "[" + 3000 * "]"}))
 
 
 def test_an_argument_that_is_written_replaces_that_of_a_file(files):

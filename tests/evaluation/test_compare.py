@@ -276,3 +276,13 @@ def test_a_line_cut_short_anywhere_is_dropped_and_the_next_one_is_whole(tmp_path
     assert dict(journal) == {"a": 1}
     journal["c"] = 3
     assert dict(ResultCache(path)) == {"a": 1, "c": 3}
+
+
+def test_a_line_whose_value_was_changed_is_named(tmp_path):
+    path = tmp_path / "finished.jsonl"
+    journal = ResultCache(path)
+    journal["a"] = 1
+    journal["b"] = {"nll": [0.1, 2.5]}
+    path.write_text(path.read_text().replace('{"nll": [0.1, 2.5]}', "[]"))
+    with pytest.raises(ValueError, match=r"finished\.jsonl, line 2"):
+        ResultCache(path)

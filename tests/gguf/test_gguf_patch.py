@@ -218,6 +218,13 @@ def test_a_truncated_file_is_refused(base, tmp_path, share):
         patch_gguf(cut, "nope", tmp_path / "out.gguf")
 
 
+def test_arrays_that_are_nested_thousands_deep_are_refused_by_name(base, tmp_path):
+    raw = struct.pack("<Q4sI", 4, b"deep", 9) + 5000 * struct.pack("<IQ", 9, 1) + struct.pack("<IQI", 4, 1, 7)
+    rewritten(base, tmp_path / "deep.gguf", [Key("deep", raw, lambda: None)])
+    with pytest.raises(ValueError, match=r"deep\.gguf"):
+        patch_gguf(tmp_path / "deep.gguf", "nope", tmp_path / "out.gguf")
+
+
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     shape = (1024, 1024)
     kind = gguf.GGMLQuantizationType.F32  # 4 MiB
