@@ -95,8 +95,8 @@ class TableChange:
         if not isinstance(self.method, Scaling) or before.is_plain:
             return []
         reached = context_reached(before)
-        what = "the stated" if reached == before.max_position_embeddings else "its own factor's"
-        line = f"  factor {self.method.stretch:g} over {what} {reached} tokens"
+        line = f"  factor {self.method.stretch:g}, counted from the {reached} tokens that "
+        line += "the config states" if reached == before.max_position_embeddings else "its own factor reaches"
         whole = original = None  # where the method works on top of the table as it is
         if before.rope_type == after.rope_type:
             stated = after.rope_parameters or {}
@@ -106,7 +106,7 @@ class TableChange:
             original = context_before(before, getattr(self.method, ORIGINAL, None))
             whole = self.method.stretch * reached / original
         if original not in (None, reached):
-            line += f", {whole:g} over the {original} before any scaling"
+            line += f"; counted from the {original} tokens before any scaling it is {whole:g}"
         return [line]
 
     def __repr__(self) -> str:

@@ -103,9 +103,13 @@ def link_or_copy(path: Path, place: Path) -> None:
         shutil.copyfile(path, place)
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of errors that are about the output, whichever file the system names."""
+
+
 @contextlib.contextmanager
 def naming(out: Path) -> Iterator[None]:
-    """Name what is written in errors of the system about a full disk or a hidden file.
+    """Name what is written in errors of the system about a full disk, a file too large or a hidden file.
 
     What copies a file names its source, and libraries have errors of their own.
 
@@ -117,10 +121,11 @@ def naming(out: Path) -> Iterator[None]:
     except Exception as error:
         number = getattr(error, "errno", None)
         filename = str(getattr(error, "filename", None))
-        # safetensors says it in a text.
-        if os.strerror(errno.ENOSPC) in str(error):
-            number = errno.ENOSPC
-        if number in (errno.ENOSPC, errno.EDQUOT) or (number is not None and HIDDEN_MARK in filename):
+        for full in _NO_ROOM:
+            # safetensors says it in a text, and shutil in a list of errors.
+            if os.strerror(full) in str(error):
+                number = full
+        if number in _NO_ROOM or (number is not None and HIDDEN_MARK in filename):
             raise OSError(number, os.strerror(number), str(out)) from error
         raise
 

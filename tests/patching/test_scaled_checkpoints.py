@@ -64,7 +64,7 @@ def test_a_method_of_the_own_type_is_the_stock_config_with_its_factor_raised(nam
 def test_another_type_starts_from_the_plain_table_with_the_whole_factor():
     model = release("Llama 3.1")
     patch = rope_patch.apply(model, "yarn", target_length=256)
-    assert "factor 2 over the stated 128 tokens, 16 over the 16 before any scaling" in str(patch)
+    assert "the 128 tokens that the config states; counted from the 16 tokens before any scaling it is 16" in str(patch)
     assert model.config.rope_parameters == yarn(16.0, 5e5, **BETAS)
 
 
@@ -88,7 +88,11 @@ def test_yarn_that_a_card_adds_counts_from_what_it_reaches(stated):
     model = tiny_model("qwen3", max_position_embeddings=stated, rope_parameters=own)
     method = for_target(model, "yarn", 256)
     patch = rope_patch.apply(model, "yarn", target_length=256)
-    assert patch.method == method and "factor 2 over its own factor's 128 tokens, 8 over the 32" in str(patch)
+    assert (
+        patch.method == method
+        and "factor 2, counted from the 128 tokens that its own factor reaches; counted from the 32 tokens"
+        in str(patch)
+    )
     assert (model.config.rope_parameters["factor"], model.config.max_position_embeddings) == (8.0, 256)
     rope_patch.restore(model)
     rope_patch.apply(model, "yarn", target_length=128)  # which needs the stated context alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,9 @@ def test_a_full_disk_is_named_by_what_is_written(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"device: .*out'") as raised, folder_in_one_move(tmp_path / "out"):
             raise error
         assert raised.value.errno == errno.ENOSPC
+    for large in (OSError(errno.EFBIG, "", "source"), shutil.Error([("source", "out", "[Errno 27] File too large")])):
+        with pytest.raises(OSError, match=r"large: .*out'"), folder_in_one_move(tmp_path / "out"):
+            raise large
     with pytest.raises(ValueError, match="mine"), folder_in_one_move(tmp_path / "out"):
         raise ValueError("mine")
     with pytest.raises(OSError, match=r"device: .*out'"), folder_in_one_move(tmp_path / "out"):
