@@ -47,6 +47,8 @@ def parse_words(kind: type[T], words: Sequence[str]) -> T:
             # --force is for those who ask for it.
             flags = [flag for leaf in known for flag in (leaf.flag, *leaf.short) if leaf.name != "force"]
             hint = did_you_mean(word, flags)
+            if not hint and any(leaf.name == "parameters" for leaf in known):
+                hint = " Parameters of a method are written without dashes, as in factor=4."
             raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
         raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
     if modules := written.get(("imports",)):

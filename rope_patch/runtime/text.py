@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing; the dashes of options do not count."""
-    names = {name.lstrip("-"): name for name in known}
-    close = difflib.get_close_matches(word.lstrip("-"), names, n=1)
+    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing; case and dashes in front do not count."""
+    names = {name.lstrip("-").lower(): name for name in known}
+    close = difflib.get_close_matches(word.lstrip("-").lower(), names, n=1)
     return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 

@@ -83,6 +83,12 @@ def test_what_is_no_option_is_one_line(words, message):
     assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
 
 
+def test_a_parameter_with_dashes_and_a_method_in_capitals_are_told_how_to_write_them():
+    assert "as in factor=4" in invoke("apply", "llama", "yarn", "--factor", "4", "-o", "out").stderr
+    with pytest.raises(ValueError, match="Did you mean 'yarn'"):
+        rope_patch.parse("YaRN")
+
+
 def test_dashes_make_no_two_options_alike():
     assert invoke("kv-check", "--budget", "20s").stderr.startswith("error: unknown option --budget. rope-patch")
 
