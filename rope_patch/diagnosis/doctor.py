@@ -40,7 +40,7 @@ def doctor(
     config_only: bool = False,
     python: str | Path | None = None,
 ) -> Diagnosis:
-    """Check whether the rotary table that is used is the one that is meant, for any model.
+    """Check whether the rotary table in use is the table that was meant, for any model.
 
     For a model in memory, the rotary module is called, and its angles are compared with the table that the config
     describes, or the patch record if the model is patched. For a folder, hub id, adapter or GGUF file, the config and
