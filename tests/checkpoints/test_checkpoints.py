@@ -245,7 +245,7 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
     shutil.rmtree(folder / "checkpoint-4")
     state = folder / "checkpoint-2" / "trainer_state.json"
     edit_json(state, lambda data: data["stateful_callbacks"].pop("RopePatchCallback"))  # begun without it
-    with pytest.warns(UserWarning, match="nothing"):
+    with pytest.warns(UserWarning, match="under which patch"):
         assert run("yarn:factor=4", resume=True) == resumed
 
 
