@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import rope_patch
 from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.result_cache import finite
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 tqdm.monitor_interval = 0  # tqdm's monitor thread would make it unsafe to fork
@@ -234,7 +235,7 @@ def environment(*packages: str, device: str = "cpu", threads: int = 1) -> dict[s
 
 def write(report: Mapping[str, Any] | list[dict[str, Any]], output: Path | None) -> None:
     """Write a report as JSON to a file, or to standard output if there is none."""
-    text = json.dumps(report, indent=1) + "\n"
+    text = json.dumps(finite(report), indent=1, allow_nan=False) + "\n"
     if output is None:
         print(text)
     else:
