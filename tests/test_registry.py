@@ -12,8 +12,8 @@ import pytest
 from support.commands import run
 from support.fresh import run_code
 from support.pages import contributed
+from support.tiny import LLAMA
 
-import rope_patch
 from rope_patch import parse
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.tasks import TASKS
@@ -74,9 +74,7 @@ def test_the_current_directory_does_not_come_before_installed_packages_afterward
 
 def compared(folder, *words):
     measured = "--methods default --lengths 64 --samples 1 --depths 0.5 --windows 1 --no-report"
-    printed = run(
-        "compare", rope_patch.data_path("assets") / "llama", *measured.split(" "), "-o", folder / "out", *words
-    )
+    printed = run("compare", LLAMA, *measured.split(" "), "-o", folder / "out", *words)
     return json.loads((folder / "out" / "comparison.json").read_text()), printed
 
 

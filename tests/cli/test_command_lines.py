@@ -10,8 +10,8 @@ import shutil
 import pytest
 from support.commands import MEASURE, fail, invoke
 from support.gguf_files import rewritten, write_toy
-from support.patches import lora, patched_model
-from support.tiny import tiny_model
+from support.patches import config_of, lora, patched_model, read_json
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -29,7 +29,6 @@ COMMANDS = {
     "compare": ("compare", "DIR", "--methods", "default", *MEASURE, "-o", "out"),
     "analyze": ("analyze", "DIR", "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o", "out"),
 }
-BUNDLED = rope_patch.data_path("assets") / "llama"
 BUILD = "transformers cannot build the model|no tokenizer that can be loaded"
 CONFIGS = {
     "unknown rope_type": ({"rope_parameters": {"rope_type": "nonsense"}}, BUILD),
@@ -66,7 +65,7 @@ def record(checkpoints, tmp_path):
     """The patch record of the patched checkpoint, which is copied with the adapter."""
     for name in ("patched", "adapter"):
         shutil.copytree(checkpoints / name, tmp_path / name)
-    return json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
+    return config_of(tmp_path / "patched")["rope_patch"]
 
 
 def refused(folder, *words) -> str:
@@ -81,7 +80,7 @@ def refused(folder, *words) -> str:
 
 
 def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(read_json(path) | changes))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def edit(path, **changes):
 def test_a_config_that_describes_no_model(checkpoints, tmp_path, damage, command):
     changes, message = CONFIGS[damage]
     # What measures needs a tokenizer, too, and reads it first.
-    shutil.copytree(BUNDLED if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
+    shutil.copytree(LLAMA if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", **changes)
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
     assert re.search(message, refused(tmp_path, *words))
@@ -112,7 +111,7 @@ MEASURING = {
 
 @pytest.mark.parametrize("command", MEASURING)
 def test_an_adapter_that_does_not_fit_is_not_measured_as_its_base(tmp_path, command):
-    folder = rope_patch.save(lora(rope_patch.load(BUNDLED, "yarn:factor=4", target_length=1024)), tmp_path / "adapter")
+    folder = rope_patch.save(lora(rope_patch.load(LLAMA, "yarn:factor=4", target_length=1024)), tmp_path / "adapter")
     edit(folder / "adapter_config.json", target_modules=["k_proj"])
     words = [word.replace("DIR", "adapter") for word in MEASURING[command]]
     assert "unknown to the model: base_model.model" in refused(tmp_path, *words)
@@ -274,7 +273,7 @@ TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json"
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TOKENIZERS.items() for text in texts])
 def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
-    shutil.copytree(BUNDLED, tmp_path / "model")
+    shutil.copytree(LLAMA, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
     words = [word.replace("DIR", "model") for word in COMMANDS["compare"]]
     assert "model has no tokenizer" in refused(tmp_path, *words)
@@ -282,7 +281,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
 def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
-    shutil.copytree(BUNDLED, tmp_path / "model")
+    shutil.copytree(LLAMA, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     for command in ("apply", "export", "compare"):
@@ -291,13 +290,13 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
 
 WRITING = {
     "apply": ("apply", "BASE", "abf", "-o"),
-    "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o"),
-    "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE, "-o"),
+    "analyze": ("analyze", LLAMA, "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o"),
+    "compare": ("compare", LLAMA, "--methods", "default", *MEASURE, "-o"),
     "export": ("export", "BASE", "--to", "hf", "-o"),
     "restore": ("restore", "PATCHED", "-o"),
     "doctor": ("doctor", "PATCHED", "--repair", "-o"),
-    "kv-check": ("kv-check", BUNDLED, "--formats", "int8-token", *MEASURE, "-o"),
-    "extend": ("extend", BUNDLED, "--length", "1k", "--no-report", "-o"),
+    "kv-check": ("kv-check", LLAMA, "--formats", "int8-token", *MEASURE, "-o"),
+    "extend": ("extend", LLAMA, "--length", "1k", "--no-report", "-o"),
     "demo": ("demo", "-o"),
     "finetune": ("finetune", "--smoke", "-o"),
     "recipes": ("recipes", "copy"),

@@ -9,20 +9,16 @@ import pytest
 import torch
 from support.commands import MEASURE, fail, invoke, run
 from support.gguf_files import quantized, write_toy
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import rope_patch
-
-BUNDLED = rope_patch.data_path("assets") / "llama"
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """The bundled Llama in Q8_0."""
     folder = tmp_path_factory.mktemp("gguf")
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    plain = write_toy(model, folder / "plain.gguf", AutoTokenizer.from_pretrained(BUNDLED))
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    plain = write_toy(model, folder / "plain.gguf", AutoTokenizer.from_pretrained(LLAMA))
     return quantized(plain, folder / "model.gguf", "Q8_0")
 
 
@@ -87,7 +83,7 @@ def test_what_measures_says_and_records_that_weights_are_dequantized(file, tmp_p
 
 
 def test_plan_reads_the_shape_of_a_file(file):
-    of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, BUNDLED))
+    of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, LLAMA))
     assert of_file["parameters"] == of_folder["parameters"] and of_file["parts_bytes"] == of_folder["parts_bytes"]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.commands import DOMAINS, run
 from support.report_pages import row
+from support.tiny import LLAMA
 
-from rope_patch import data_path
 from rope_patch.cli.printing import FILE_WIDTH, new_table, show, show_page
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.reports.comparison import page
@@ -59,7 +59,7 @@ def test_a_narrow_terminal_keeps_names_and_numbers(capsys, monkeypatch, width):
 def test_perplexity_is_measured_and_reported_alone(tmp_path, words):
     command, *words = words
     words += ["--tasks", "", "--lengths", "64 512", "--windows", "2", "--text", DOMAINS, "-o", tmp_path]
-    printed = run(command, data_path("assets") / "llama", *words)
+    printed = run(command, LLAMA, *words)
     assert "perplexity" in printed and "exact match" not in printed and "no prompt" not in printed
     (report,) = tmp_path.glob("*.html")
     text = report.read_text()

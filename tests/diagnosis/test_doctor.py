@@ -13,7 +13,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.commands import fail, invoke
-from support.patches import edit_json, lora, module_of, patched_model
+from support.patches import config_of, edit_json, lora, module_of, patched_model
 from support.tiny import PLAIN, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
@@ -257,7 +257,7 @@ TWICE = {
 def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name, tmp_path):
     family, stated, equal, other = TWICE[name]
     tiny_model(family, max_position_embeddings=256).save_pretrained(tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config = config_of(tmp_path / "base")
     del config["rope_parameters"]
     for values, status in ((equal, 0), (other, 1)):
         (tmp_path / "base" / "config.json").write_text(json.dumps(config | stated | values))

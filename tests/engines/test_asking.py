@@ -11,7 +11,7 @@ import torch
 import transformers
 from support.commands import fail, run
 from support.engine_forms import stated_of
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 
 import rope_patch
 from rope_patch.engines.asking import ask
@@ -39,12 +39,12 @@ def config(family: str, **changes) -> dict:
     return written | {"max_position_embeddings": 256} | changes
 
 
-def gemma3(window=16, kinds=KINDS, **full) -> dict:
+def gemma3(kinds=KINDS, **full) -> dict:
     parameters = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6} | full,
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    return config("gemma3", rope_parameters=parameters, sliding_window=window, layer_types=kinds)
+    return config("gemma3", rope_parameters=parameters, sliding_window=16, layer_types=kinds)
 
 
 def llama(**parameters) -> dict:
@@ -158,8 +158,7 @@ def test_a_python_that_does_not_answer_is_an_error(tmp_path, python, reason):
 
 
 def test_python_goes_with_one_program():
-    folder = rope_patch.data_path("assets") / "llama"
     with pytest.raises(ValueError, match="one program"):
-        rope_patch.doctor(folder, for_programs=["vllm", "mlx"], python=Path(sys.executable))
+        rope_patch.doctor(LLAMA, for_programs=["vllm", "mlx"], python=Path(sys.executable))
     with pytest.raises(ValueError, match="one program"):
-        rope_patch.doctor(folder, for_programs=["sglang"], python=Path(sys.executable))
+        rope_patch.doctor(LLAMA, for_programs=["sglang"], python=Path(sys.executable))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support.prompting import TOKENIZER
+from support.tiny import LLAMA
 from transformers import AutoModelForCausalLM
-
-import rope_patch
 
 
 @pytest.fixture(scope="session")
 def bundled():
     """Its model in float32 and its tokenizer; a patch must be taken off again."""
-    folder = rope_patch.data_path("assets") / "llama"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), TOKENIZER
+    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval(), TOKENIZER
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 import rope_patch
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.modeling import reader as reading
-from rope_patch.modeling.identity import FIXED_TOKENS
 from rope_patch.modeling.read_at_once import LOGITS_AT_ONCE
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.runtime.progress import listen
@@ -175,19 +174,6 @@ def test_a_text_is_one_window_by_default_and_rows_are_windows_already():
     assert cut.nll == rows.nll and cut.documents[1].name == "row 0[16:32]"
 
 
-def test_buckets_hold_their_positions_and_no_others():
-    model = bold_model()
-    rows = ids(40, batch=3)
-    losses = naive(model, rows).double()  # position p is column p - 1
-    result = perplexity(model, rows, buckets=(0, 2, 8, 40))
-    for bucket, columns in zip(result.buckets, (slice(0, 1), slice(1, 7), slice(7, 39)), strict=True):
-        assert bucket.tokens == losses[:, columns].numel()  # position 0 is not predicted
-        assert bucket.nll == pytest.approx(float(losses[:, columns].mean()), abs=1e-5)
-    part = perplexity(model, rows, buckets=(5, 9))
-    assert [(b.start, b.stop, b.tokens) for b in part.buckets] == [(5, 9, 12)]
-    assert part.nll == result.nll, "the whole is of all positions, whatever the buckets"
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_no_gradient_is_kept_and_nothing_is_left_behind(mode):
     model = bold_model().train(mode)
@@ -310,26 +296,6 @@ def test_documents_are_read_one_at_a_time():
     with listen(lambda stage, tokens: reports.append(asked[-1])):
         perplexity(bold_model(), stream(), window=12)
     assert set(reports) == set(range(6)) and reports == sorted(reports), "each is scored before the next is asked for"
-
-
-def test_kept_windows_are_not_scored_again(tmp_path):
-    model = bold_model()
-    rows = ids(40, batch=5)
-    whole = perplexity(model, rows, buckets=(0, 20, 40))
-    done = 0
-
-    def stop(stage, tokens):
-        nonlocal done
-        done += tokens
-        if done == 3 * 40:  # the last token of a window is reported when its scores are kept
-            raise KeyboardInterrupt
-
-    journal = tmp_path / "finished.jsonl"
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
-    with spy_ids(model) as seen:
-        resumed = perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
-    assert [row.shape[1] for row in seen] == [FIXED_TOKENS, 40, 40] and resumed == whole
 
 
 def test_positions_that_no_document_reaches_are_left_out():

@@ -21,7 +21,7 @@ from support.gguf_files import write_toy
 from support.hub import cached_repository
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 import rope_patch
@@ -45,7 +45,6 @@ from rope_patch.texts.builtin_text import builtin_text
 
 pytestmark = pytest.mark.usefixtures("reloads_fork", "figures")
 
-LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5}
 ONE_METHOD = {**QUICK, "methods": ["yarn"]}
 

@@ -9,6 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from family_models import CONTEXT, PLAIN, SPECIAL_TOKENS, VOCABULARY
+from rope_patch import data_path
+
+LLAMA = data_path("assets") / "llama"
+"""The bundled checkpoint."""
 
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

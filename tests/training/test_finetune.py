@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from support.commands import invoke
 from support.forks import forked
 from support.gguf_files import write_toy
-from support.patches import edit_json
+from support.patches import config_of, edit_json, read_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import LLAMA, SMALL, losses, needs_trl, recipe
 from support.subsets import full
@@ -74,10 +74,10 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     folder = done.folder
     results = done.results
     assert str(read_record(folder).to_method()) == "yarn:factor=4" == results["patch"]
-    assert results == json.loads((folder / "results.json").read_text())
+    assert results == read_json(folder / "results.json")
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
     assert len(results["losses"]) == 4
-    evaluated = json.loads((folder / "evaluation.json").read_text())
+    evaluated = read_json(folder / "evaluation.json")
     for when in ("unpatched", "before", "after"):
         cells = [cell for cell in evaluated[when]["retrieval"]["passkey"]["cells"] if cell["length"] == 256]
         right = [sample["correct"] for cell in cells for sample in cell["samples"]]
@@ -216,7 +216,7 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
             finetune(options(out, *words))
         changed.write_bytes(before)
     settings = out / "work" / "run.json"
-    earlier = json.loads(settings.read_text())
+    earlier = read_json(settings)
     earlier["evaluation.longppl"] = True  # an option that is gone
     settings.write_text(json.dumps(earlier))
     with pytest.raises(ValueError, match=r"longppl=True \(now None\)"):
@@ -306,7 +306,7 @@ def bases(tmp_path_factory):
     for name in ("scaled", "empty", "windowed"):
         shutil.copytree(LLAMA, folder / name)
     edit_json(folder / "windowed" / "config.json", lambda own: own.update(model_type="mistral", sliding_window=64))
-    config = json.loads((folder / "patched" / "config.json").read_text())
+    config = config_of(folder / "patched")
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}  # which does not say from which context
     scaled = json.dumps(config | {"rope_patch": None, "rope_parameters": linear, "rope_scaling": None})
     (folder / "scaled" / "config.json").write_text(scaled)
