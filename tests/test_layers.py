@@ -5,14 +5,10 @@
 """
 
 import ast
-import contextlib
 import graphlib
-import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -253,32 +249,3 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
     messages = violations(module, source)
     assert len(messages) == 1, messages
     assert message in messages[0]
-
-
-def resolved(name: str, module: ModuleType) -> bool:
-    """Whether a name in a docstring is a module, or something in one: its own, or one that it names in full."""
-    if any(hasattr(owner, name) for owner in (module, *vars(module).values()) if isinstance(owner, type | ModuleType)):
-        return True
-    parts = name.split(".")
-    for start in ([], module.__name__.split(".")):
-        for i in range(len(parts), -1, -1):
-            path = ".".join([*start, *parts[:i]])
-            with contextlib.suppress(ImportError, ValueError):
-                owner: Any = importlib.import_module(path)
-                for part in parts[i:]:
-                    owner = getattr(owner, part, None) or getattr(owner, "__dataclass_fields__", {}).get(part)
-                if owner is not None:
-                    return True
-                break
-    return False
-
-
-def test_what_docstrings_refer_to_exists():
-    missing = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        names = set(re.findall(r":(?:func|class|mod|meth|data|attr):`~?([\w.]+)`", path.read_text(encoding="utf-8")))
-        if names:
-            module = importlib.import_module(name)
-            missing += [f"{name}: {other}" for other in sorted(names) if not resolved(other, module)]
-    assert not missing

@@ -69,7 +69,7 @@ def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(fol
 def test_the_current_directory_does_not_come_before_installed_packages_afterwards(folder):
     (folder / "own_methods.py").write_text(METHOD.format(name="own_halved"))
     import_modules(["own_methods"])
-    assert sys.path.index(str(folder)) == len(sys.path) - 1
+    assert sys.path[-1] == str(folder)
 
 
 def compared(folder, *words):

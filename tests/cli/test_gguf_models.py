@@ -30,8 +30,6 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     assert fields.get_field("llama.rope.scaling.attn_factor") is not None
     assert fields.get_field("llama.context_length").contents() == 1024, "what llama-server lets a prompt have"
     assert run("doctor", out)
-    stated = run("apply", file, "yarn", "--target-length", "1k", "-o", tmp_path / "1k.gguf")
-    assert "-c 1024 runs it" in stated and "context 256 tokens before, 1024 after" in stated
     based = run("apply", file, "abf", "factor=4", "-o", tmp_path / "abf.gguf")
     assert "the file states 256 tokens, and llama.cpp reads no more: --target-length states more" in based
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -160,7 +159,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     assert result.exit_code == 2 and json.loads(result.stdout)["spec"]["lengths"] == [40]
 
 
-def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
+def test_an_adapter_is_named_with_its_patch(folder, tmp_path):
     rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), tmp_path / "tuned")
     asked = ("--formats", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
     printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
@@ -169,7 +168,6 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
     assert all("default: yarn:factor=4, as loaded" in text for text in (printed, page_text))
     assert "rounds nothing" in printed and "undecided" not in printed
-    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)
 
 
 def test_help_and_list_name_every_preset():

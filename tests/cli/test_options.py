@@ -32,9 +32,7 @@ def test_weights_are_sent_to_a_device_but_not_to_a_cpu(device, arguments):
     ("stored", "architecture", "has", "expected"),
     [
         (torch.bfloat16, "x86_64", "avx512_bf16", torch.bfloat16),
-        (torch.bfloat16, "x86_64", "amx_bf16", torch.bfloat16),
         (torch.bfloat16, "x86_64", "avx512_fp16", torch.float32),
-        (torch.float16, "x86_64", "avx512_bf16", torch.float32),
         (torch.float16, "x86_64", "avx512_fp16", torch.float16),
         (torch.bfloat16, "arm64", "neon", torch.bfloat16),  # not known: as the checkpoint says
         (torch.float32, "x86_64", "avx512_bf16", torch.float32),

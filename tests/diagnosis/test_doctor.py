@@ -151,12 +151,6 @@ def a_folder_without_a_tensor(folder):
     return with_weights(folder, lambda weights: weights.pop("model.norm.weight"))
 
 
-@broken("weights files", "truncated")
-def a_folder_whose_weights_are_cut(folder):
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
 @broken("config", "rope_theta is 0")
 def a_folder_with_a_base_of_0(folder):
     edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=0))

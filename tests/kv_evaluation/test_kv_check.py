@@ -357,33 +357,6 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
-def test_attribution_goes_on_where_it_was_stopped():
-    model = small()
-    finished = {}
-    five_passes = 5 * 2 * 56
-    read = []
-
-    def ask(stop=math.inf):
-        def count(stage, tokens):
-            if "attribution" in stage:
-                read.append(tokens)
-                if sum(read) >= stop:
-                    raise KeyboardInterrupt
-
-        read.clear()
-        with listen(count):
-            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **ASKED)
-
-    check = ask()
-    whole = sum(read)
-    assert whole == 7 * 2 * 56 + 56, "keys, two layers, four remedies, and errors on one window"
-    finished.clear()
-    with pytest.raises(KeyboardInterrupt):
-        ask(stop=five_passes + 1)
-    assert ask().to_json() == check.to_json()
-    assert sum(read) == whole - five_passes
-
-
 def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     model = small()
     path = tmp_path / "finished.jsonl"

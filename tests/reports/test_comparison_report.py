@@ -95,14 +95,6 @@ class TestNumbers:
         first = report.summary(compared, compared.columns())[0]
         assert change_sentence(METRICS["perplexity"], price) in first and "price" in first
 
-    def test_it_says_what_tells_methods_apart_only_where_nothing_does(self):
-        for methods, advised in (((GOOD, NEAR), 1), ((GOOD, BAD), 0), ((GOOD,), 0)):
-            compared = comparison(*methods)
-            (section,) = report.page([compared]).sections
-            assert sum("--windows" in sentence for sentence in section.answer) == advised
-            (section,) = report.page([compared], folded=True).sections
-            assert not any("--windows" in sentence for sentence in section.answer), "extend has no such option"
-
     def test_the_answer_names_nothing_best_where_a_value_is_no_number(self):
         words = "".join(shown(row("default", [math.nan] * 4), GOOD).text)
         assert "Perplexity at positions 4" not in words and "Retrieval in prompts of 8 tokens" in words

@@ -16,7 +16,7 @@ from support.distributed_child import fused
 from support.forks import together
 from support.recipe_runs import needs_trl
 from support.scored import bold_model
-from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import StateDictType
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.runtime import packaged as _paths
@@ -165,10 +165,8 @@ def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
     assert parallelism.cp_size == shared and parallelism.total_size == processes
     if config.distributed_type == DistributedType.FSDP:
         plugin = FullyShardedDataParallelPlugin()
-        plugin.set_mixed_precision(asked.mixed_precision)
         assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
         assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-        assert isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy)
         assert plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
         model = bold_model()
         plugin.set_auto_wrap_policy(model)

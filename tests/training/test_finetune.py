@@ -20,8 +20,9 @@ from support.forks import forked
 from support.gguf_files import write_toy
 from support.patches import config_of, edit_json, read_json
 from support.prompting import TOKENIZER
-from support.recipe_runs import LLAMA, SMALL, losses, needs_trl, recipe
+from support.recipe_runs import SMALL, losses, needs_trl, recipe
 from support.subsets import full
+from support.tiny import LLAMA
 from transformers import AutoModelForCausalLM, TrainerState
 
 import rope_patch
@@ -387,20 +388,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     words = ("train.learning_rate=1e30", "train.max_steps=8", "evaluation.before=false", "train.save_steps=8")
     with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
         finetune(options(tmp_path / "run", *words))
-
-
-@pytest.mark.filterwarnings("ignore:there is no patch.method")
-def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_path):
-    small = (
-        "evaluation.lengths=256",
-        "evaluation.windows=0",
-        "train.max_steps=1",
-        "train.warmup_steps=0",
-        "evaluation.task=sums",
-    )
-    result = finetune(options(tmp_path, *small, "patch.method=null"))
-    (note,) = result.results["notes"]
-    assert note in (tmp_path / "README.md").read_text()
 
 
 def test_a_run_that_made_things_worse_says_so(tmp_path):
