@@ -76,7 +76,7 @@ def from_logits(model, prompt):
         ("passkey", "llama", "yarn:factor=4"),
         ("niah", "gemma3", "default"),
         ("niah_multivalue", "llama", "yarn:factor=4"),
-        ("niah_single_3", "gemma3", "default"),
+        pytest.param("niah_single_3", "gemma3", "default", marks=pytest.mark.full),
     ],
 )
 def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape, method):
