@@ -132,7 +132,7 @@ def test_doctor_asks_the_python_that_it_is_given_if_it_has_that_version(tmp_path
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '{MARK}\"5.1\"'\n")
     python.chmod(0o755)
-    with pytest.raises(ValueError, match="has transformers 5.1"):
+    with pytest.raises(ValueError, match="has transformers 5"):
         ask("transformers-4", [llama()], python)
     python.write_text(AS_VERSION_4)
     said = run("doctor", tmp_path / "model", "--for", "transformers-4", "--python", python)
@@ -152,9 +152,9 @@ def test_llama_cpp_is_asked_about_files_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("python", "reason"), [("/no/such/python", "cannot be run"), ("/bin/true", "did not answer")])
-def test_a_python_that_does_not_answer_is_an_error(tmp_path, python, reason):
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    assert reason in fail("doctor", tmp_path / "model", "--for", "vllm", "--python", python)
+def test_a_python_that_does_not_answer_is_an_error(python, reason):
+    with pytest.raises(ValueError, match=reason):
+        ask("vllm", [llama()], python)
 
 
 def test_python_goes_with_one_program():
