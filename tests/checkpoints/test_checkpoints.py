@@ -114,8 +114,6 @@ def test_a_record_that_does_not_fit(tmp_path, change, message):
 @pytest.mark.parametrize(
     "named",
     [
-        {"method": "cope", "share": 0.5},
-        {"method": "chain", "steps": [{"method": "yarn", "factor": 4.0}, {"method": "resonance"}]},
         {"method": "yarn", "factor": 4.0, "replace_scaling": True},
         {"method": "two_tables", "long": {"method": "yarn", "factor": 4.0}, "short": {"method": "default"}},
     ],

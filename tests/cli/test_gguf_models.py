@@ -6,19 +6,18 @@ import json
 
 import gguf
 import pytest
-import torch
 from support.commands import MEASURE, fail, invoke, run
 from support.gguf_files import quantized, write_toy
-from support.tiny import LLAMA, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.prompting import TOKENIZER
+from support.tiny import LLAMA, bundled_model, tiny_model
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """The bundled Llama in Q8_0."""
     folder = tmp_path_factory.mktemp("gguf")
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    plain = write_toy(model, folder / "plain.gguf", AutoTokenizer.from_pretrained(LLAMA))
+    model = bundled_model()
+    plain = write_toy(model, folder / "plain.gguf", TOKENIZER)
     return quantized(plain, folder / "model.gguf", "Q8_0")
 
 

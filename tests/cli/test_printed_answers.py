@@ -7,7 +7,7 @@ from support.commands import DOMAINS, run
 from support.report_pages import row
 from support.tiny import LLAMA
 
-from rope_patch.cli.printing import FILE_WIDTH, new_table, show, show_page
+from rope_patch.cli.printing import show_page
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.reports.comparison import page
 
@@ -32,13 +32,6 @@ def test_compare_shows_the_answer_first_then_scores_and_differences(capsys):
     *_, last = str(both).splitlines()  # what a notebook prints
     assert last.startswith("  pi:factor=2: ppl 0-4: +10.5 % (+10.5 % to +10.5 %); ")
     assert "; passkey 4: +0.00 (" in last and "; passkey 8: −0.22 (" in last
-
-
-def test_prose_in_a_table_is_wrapped_where_a_number_is_not(capsys):
-    table = new_table("name", "what it is")
-    table.add_row("q8_0", "blocks of 32 numbers with a scale each " * 20)
-    show(table)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= FILE_WIDTH
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])

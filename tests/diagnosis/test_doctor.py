@@ -26,6 +26,7 @@ import rope_patch
 from rope_patch import Diagnosis, doctor
 from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.diagnosis.check import Check
+from rope_patch.patching.older_keys import stated_twice
 
 BROKEN = {}
 """For each function that breaks a model: the check that differs, and a part of what it says."""
@@ -269,8 +270,6 @@ def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name,
 
 @pytest.mark.parametrize(("older", "newer"), [("su", "longrope"), ("mrope", "default")])
 def test_another_name_of_a_type_disagrees_with_nothing(older, newer):
-    from rope_patch.patching.older_keys import stated_twice
-
     stated = {"rope_scaling.type": older, "rope_scaling.rope_type": newer}
     assert not stated_twice(stated, {"rope_type": newer})
 

@@ -10,7 +10,7 @@ from support.gguf_files import write_toy
 from support.patches import config_of, edit_json, lora, read_json, saved_with
 from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
-from support.tiny import ARCHITECTURES, LLAMA, YARN, logits, tiny_model
+from support.tiny import ARCHITECTURES, YARN, bundled_model, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -139,7 +139,7 @@ def test_a_model_in_memory_is_exported_as_its_folder_is(base, tmp_path):
 
 
 def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model()
     rope_patch.export(model, tmp_path / "out", to="sglang", method="pi", target_length=1024)
     assert config_of(tmp_path / "out")["max_position_embeddings"] == 1024
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 1024
@@ -165,7 +165,7 @@ def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
     first = tmp_path / "a.gguf"
     out = tmp_path / "out"
     text = "Once upon a time, there was a dog."
-    write_toy(AutoModelForCausalLM.from_pretrained(LLAMA), plain, TOKENIZER)
+    write_toy(bundled_model(), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
     assert "dequantizing" in invoke("export", first, "--to", "hf", *words, "-o", out).stderr.splitlines()[0]
     stock = AutoModelForCausalLM.from_pretrained(out)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.prompting import TOKENIZER
-from support.tiny import LLAMA
-from transformers import AutoModelForCausalLM
+from support.tiny import bundled_model
 
 
 @pytest.fixture(scope="session")
 def bundled():
     """Its model in float32 and its tokenizer; a patch must be taken off again."""
-    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval(), TOKENIZER
+    return bundled_model(), TOKENIZER
 
 
 @pytest.fixture(scope="session")

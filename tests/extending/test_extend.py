@@ -21,7 +21,7 @@ from support.gguf_files import write_toy
 from support.hub import cached_repository
 from support.prompting import TOKENIZER, bold
 from support.report_pages import Page
-from support.tiny import LLAMA, tiny_model
+from support.tiny import LLAMA, bundled_model, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 import rope_patch
@@ -172,7 +172,7 @@ def test_the_check_attends_as_the_model_and_leaves_it_in_training(short, tmp_pat
 
 
 def test_weights_that_nobody_needs_are_freed_before_the_check(extended, tmp_path, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    model = bundled_model()
     alive = []
 
     def check(folder, vocabulary, device, attention):

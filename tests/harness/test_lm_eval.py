@@ -31,8 +31,9 @@ from support.patches import lora, read_json
 from support.prompting import TOKENIZER
 from support.scored import spy_ids
 from support.task_index import TASKS, our_tasks
+from support.tiny import bundled_model
 from tokenizers import normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
+from transformers import AutoTokenizer, T5Config
 
 import rope_patch
 from rope_patch import PatchError
@@ -382,7 +383,7 @@ def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, 
 @pytest.fixture(scope="module")
 def yarn():
     """The bundled model, patched, in float32; it reads 512 tokens and no more."""
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+    model = bundled_model()
     rope_patch.apply(model, "yarn:factor=4", target_length=512)
     return model
 
@@ -487,7 +488,7 @@ def test_no_requests_come_from_lm_evals_cache_which_does_not_know_the_documents(
 
 
 def test_nothing_is_scored_where_answers_are_only_predicted():
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model()
     options = {"predict_only": True, "log_samples": True, "bootstrap_iters": 0}
     manager = our_tasks(samples=1, depths=[0.5], max_seq_lengths=256)
     result = lm_eval.simple_evaluate(lm(model=model), tasks=["rope_passkey"], task_manager=manager, **options)

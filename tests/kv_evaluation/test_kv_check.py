@@ -12,7 +12,7 @@ from support.evaluated import check_cache, compared
 from support.kv_rows import BASE, COST, by_hand, error, off
 from support.prompting import ENGLISH, TOKENIZER
 from support.scored import watched
-from support.tiny import LLAMA, YARN, ids, small
+from support.tiny import YARN, bundled_model, ids, small
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_patch
@@ -412,7 +412,7 @@ def test_errors_before_anything_is_measured(tmp_path, changes, message):
 
 def planted(layers, pairs, size):
     """The bundled Llama with biases like Qwen's: long constant keys in slow pairs that no query looks at."""
-    base = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    base = bundled_model()
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict({**base.config.to_dict(), "attention_bias": True}))
     model.float().eval().load_state_dict(base.state_dict(), strict=False)
     heads = base.config.num_attention_heads

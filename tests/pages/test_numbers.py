@@ -189,12 +189,6 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
     ),
     (
         "docs/results/caches.md",
-        "`vllm:fp8` is unsafe in all six, at .037 to .40",
-        lambda: least_and_most("vllm:fp8"),
-    ),
-    ("docs/kv-caches.md", "| .16 | 1.8 | 1.0 |", lambda: cost("int4-token")),
-    (
-        "docs/results/caches.md",
         "| .008 | .013 | .011 | .008 | .041 | .048 | .092 | .046 | .091 |",
         lambda: decoded("kvarn-k4v2"),
     ),
@@ -204,11 +198,9 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "| 21.8 | 24.4 | 46.1 | .74, .56, .00 | .34, .19, .00 |",
         lambda: pretrained("p_rope:p=0.75"),
     ),
-    ("docs/methods/p_rope.md", "| 43.3 | 50.7 | 52.2 | .00, .00, .00 | .00, .00, .00 |", lambda: pretrained("nope")),
     ("docs/methods/p_rope.md", "reads −2 % (−5 to 0)", lambda: against_plain("p_rope:p=0.75")),
     ("docs/methods/p_rope.md", "the model reads +23 % (+14 to +32)", lambda: against_plain("p_rope_reversed:p=0.75")),
     ("docs/doctor.md", "Of 121 model types", lambda: [result("doctor_families")["counts"]["in memory"]["ok"]]),
-    ("docs/methods.md", "from 382 to 32 in the last quarter of", lambda: [smollm2("default"), smollm2("yarn")]),
     (
         "docs/results/tables.md",
         "| default | 13.4, 42.7, 0.00 |",

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from support.commands import invoke
 from support.gguf_files import write_toy
+from support.prompting import TOKENIZER
 from support.recipe_runs import needs_trl
-from support.tiny import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.tiny import LLAMA, bundled_model
 
 from rope_patch.kv_cache.schemes import Scheme
 
@@ -139,8 +139,6 @@ def test_a_tutorial_runs(path, tmp_path, monkeypatch):
     for theirs, ours in SMALLER.items():
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
-        model = AutoModelForCausalLM.from_pretrained(LLAMA)
-        tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-        write_toy(model, Path("checkpoint.gguf"), tokenizer)
+        write_toy(bundled_model(), Path("checkpoint.gguf"), TOKENIZER)
     assert BLOCK.findall(page)
     assert EXPECTED[path.stem] in run_blocks(page)

@@ -82,7 +82,6 @@ def test_llama_3_8b_at_128k():
     assert everything.parts["layer"] / GIB == pytest.approx(26.5 + 15.5, abs=0.1)
     assert everything.parts["optimizer"] == 8 * 41_943_040
     assert everything.total / GIB == pytest.approx(91.6, abs=0.1)
-    assert everything.total / GIB == pytest.approx(85, rel=0.1)
     attention = everything.but(target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
     assert attention.total / GIB == pytest.approx(85, rel=0.1)
 
@@ -340,13 +339,11 @@ def test_longest_fits_and_the_next_does_not():
     ("options", "message"),
     [
         ({"length": 0}, "length"),
-        ({"batch": "2"}, "batch"),
         ({"quantization": "nf5"}, "Did you mean 'nf4'"),
         ({"gpus": 4, "context_parallel": 3}, "divide gpus"),
         ({"lora_rank": None, "quantization": "8bit"}, "quantized weights"),
         ({"target_modules": ("qproj",)}, "Known: all-linear, attention, q_proj"),
         ({"target_modules": "q_proj"}, "list"),
-        ({"attention": "sdpa"}, "sdpa"),
     ],
 )
 def test_bad_options(options, message):

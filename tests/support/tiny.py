@@ -130,6 +130,11 @@ def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
     return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
 
 
+def bundled_model(shape: str = "llama", dtype: Any = torch.float32) -> PreTrainedModel:
+    """A bundled model, by default in float32."""
+    return AutoModelForCausalLM.from_pretrained(LLAMA.parent / shape, dtype=dtype)
+
+
 def ids(length: int = 48, batch: int = 2, seed: int = 0) -> torch.Tensor:
     """Random token ids (batch, length), none of them special."""
     return torch.randint(3, 96, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from datasets import Dataset
 from support.evaluated import perplexity_of, result_of, retrieval_of
 from support.prompting import TOKENIZER
 from support.recipe_runs import recipe
-from support.tiny import LLAMA
-from transformers import AutoModelForCausalLM
+from support.tiny import bundled_model
 
 from rope_patch.training.evaluate_run import changes, evaluate_model, metrics, score, suite_of
 
@@ -65,7 +63,7 @@ def options(*words):
 
 
 def test_an_evaluation_is_numbers_by_length(capfd):
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).train()
+    model = bundled_model().train()
     numbers = metrics(evaluate_model(suite_of(options(), TOKENIZER), model))
     assert model.training, "left as it was"
     named = {"score", "retrieval_48", "retrieval_64", "perplexity_0_48", "perplexity_48_64", "logprob_64"}

@@ -22,8 +22,8 @@ from support.patches import config_of, edit_json, read_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import SMALL, losses, needs_trl, recipe
 from support.subsets import full
-from support.tiny import LLAMA
-from transformers import AutoModelForCausalLM, TrainerState
+from support.tiny import LLAMA, bundled_model
+from transformers import TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
@@ -63,7 +63,7 @@ def done(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
 def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model()
     file = write_toy(model, tmp_path / "base.gguf", TOKENIZER)
     finetune(options(tmp_path / "run", f"model.name={file}", *QUICK))
     trained = rope_patch.load(tmp_path / "run")
@@ -92,7 +92,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
 def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
     suite = suite_of(options("x"), TOKENIZER)
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    model = bundled_model()
     assert metrics(suite.run(model)) == pytest.approx(done.results["unpatched"], abs=1e-6)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     before = done.results["before"]
@@ -301,7 +301,7 @@ def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
 def bases(tmp_path_factory):
     """A folder of checkpoints over which a run may be refused."""
     folder = tmp_path_factory.mktemp("bases")
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model(dtype="auto")
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, folder / "patched", tokenizer=TOKENIZER)
     for name in ("scaled", "empty", "windowed"):
@@ -367,7 +367,7 @@ def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
 
 def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     base = tmp_path / "base"
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model(dtype="auto")
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, base, tokenizer=TOKENIZER)
     own = (f"model.name={base}", "patch.method=null", *QUICK)
