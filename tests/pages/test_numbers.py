@@ -51,18 +51,6 @@ def loss(model, table, span, length=8192):
     return statistics.fmean(value for cell in cells for value in cell["nll"][span])
 
 
-def within(model, table):
-    """Return what a table costs over whole windows of 8192 tokens, against the unchanged table [%]."""
-    spans = {"0-1024": 1, "1024-2048": 1, "2048-4096": 2, "4096-8192": 4}
-    changes = [size * (loss(model, table, one) - loss(model, "default", one)) for one, size in spans.items()]
-    return 100 * math.expm1(sum(changes) / 8)
-
-
-def without_factor(model):
-    """Return what YaRN costs over whole windows, with its attention factor and without [%]."""
-    return [within(model, "yarn:factor=2"), within(model, "yarn:factor=2:attention_factor=1")]
-
-
 def answers(task):
     """Return the mean log-probability of right answers on Qwen 0.5B, unpatched and under YaRN with and without its
     attention factor, without its sign [nats]."""
@@ -152,14 +140,6 @@ def cost(cache_format):
     return [each["kl"] for each in result("kv_verdicts")["rows"] if like.items() <= each.items()]
 
 
-def least_and_most(cache_format):
-    """Return the least and the greatest KL of a format on Qwen 0.5B over both texts and three lengths [nats/token]."""
-    like = {"model": "Qwen2.5-Coder-0.5B-Instruct", "format": cache_format}
-    found = [each["kl"] for each in result("kv_verdicts")["rows"] if like.items() <= each.items()]
-    assert len(found) == 6
-    return [min(found), max(found)]
-
-
 def needle_shift():
     """Return by how much a needle shifts the perplexity of a window of 8192 tokens on two models [%]."""
     rows = result("extend_one_reading")["needle_shift"]["rows"]
@@ -182,11 +162,6 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [8.5, *cost("vllm:int8_per_token_head")],
     ),
     ("docs/kv-caches.md", "| undecided .013 | safe .011 | .082 |", lambda: cost("vllm:fp8 calibrated")),
-    (
-        "docs/results/caches.md",
-        "`kivi-4` is safe in all six, at KL of .0030 to .0082",
-        lambda: least_and_most("kivi-4"),
-    ),
     (
         "docs/results/caches.md",
         "| .008 | .013 | .011 | .008 | .041 | .048 | .092 | .046 | .091 |",
@@ -238,7 +213,6 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         "| 10.3, 10.0, .56 |",
         lambda: on_scaled("gemma3-linear", "default"),
     ),
-    ("docs/results/tables.md", "| 6.6 | 0.0 |", lambda: without_factor("qwen")),
     ("docs/results/tables.md", "| `passkey` | −0.29 | −0.70 | −0.42 |", lambda: answers("passkey")),
     (
         "docs/results/tables.md",
