@@ -20,39 +20,42 @@ from torch import Tensor
 from rope_patch.frequencies import InvFreq, zero_unrotated
 
 
-def previous_token_factor(inv_freq: InvFreq, *, mass: float, length: int) -> float | None:
-    """Return the smallest factor with which Wendler's previous-token head puts ``mass`` on the previous token.
+def positional_head_factor(inv_freq: InvFreq, *, mass: float, length: int, distance: int = 1) -> float | None:
+    """Return the smallest factor with which a head built by hand puts ``mass`` on the token at one distance.
 
     The head has the same query and key for every token, and its logit for a key ``r`` tokens back is
-    ``factor sum_i cos((r - 1) inv_freq_i)``, largest for the previous one. The weight of that one is smallest at the
-    last position and grows with the factor, so bisection finds the factor, to 12 digits.
+    ``factor sum_i cos((r - distance) inv_freq_i)``, largest at that distance. The weight there is smallest at the last
+    position and grows with the factor, so bisection finds the factor, to 12 digits.
 
-    *Source*: Wendler, ``W_q = alpha R^-1 W_k``; Barbero et al. theorem 5.3 says that the factor exists, the value is
-    ours.
+    *Source*: Wendler, ``W_q = alpha R^-1 W_k``, a previous-token head; Barbero et al. proposition 3.1 builds it for any
+    distance, and their theorem 5.3 says that the factor exists. The value is ours.
 
     Args:
         inv_freq: (pairs,) the table [rad/token].
-        mass: the attention weight that the previous token is to have for every query, in (0, 1).
-        length: the number of positions, at least 2 [tokens].
+        mass: the attention weight that the token at the distance is to have for every query that sees it, in (0, 1).
+        length: the number of positions, more than the distance, at least 2 [tokens].
+        distance: how far the head looks back [tokens].
 
     Returns:
         The factor; None where another distance has as large a logit, in float64 at least.
 
     Raises:
-        ValueError: ``mass`` is not in (0, 1), so that no factor gives it.
+        ValueError: ``mass`` is not in (0, 1), so that no factor gives it; or the distance is not within the length.
 
-    >>> round(previous_token_factor(torch.tensor([1.0, 0.1]), mass=0.99, length=300), 2)
+    >>> round(positional_head_factor(torch.tensor([1.0, 0.1]), mass=0.99, length=300), 2)
     322.58
     """
     if not 0 < mass < 1:
         raise ValueError(f"mass must be in (0, 1), got {mass}")
-    away = torch.arange(-1, length - 1, dtype=torch.float64)
+    if not 0 <= distance < length:
+        raise ValueError(f"distance must be at least 0 and below the length of {length}, got {distance}")
+    away = torch.arange(-distance, length - distance, dtype=torch.float64)
     logits = torch.zeros(length, dtype=torch.float64)
     # One pair at a time: a million positions of all pairs at once would take a gigabyte.
     for step in zero_unrotated(inv_freq.double()):
         logits += (away * step).cos()
-    behind = logits - logits[1]
-    others = torch.cat([behind[:1], behind[2:]])
+    behind = logits - logits[distance]
+    others = torch.cat([behind[:distance], behind[distance + 1 :]])
     if float(others.max()) >= 0:
         return None
 

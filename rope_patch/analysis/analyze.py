@@ -15,7 +15,7 @@ from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.single_heads import SingleHead, read_single_heads
+from rope_patch.analysis.single_heads import SHOWN_TOKENS, SingleHead, read_single_heads
 from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capturing
@@ -27,9 +27,6 @@ from rope_patch.runtime import progress
 from rope_patch.runtime.packaged import name_of
 from rope_patch.texts.documents import Source
 from rope_patch.texts.domains import TextRows, read_rows
-
-SHOWN_TOKENS = 256
-"""Number of tokens that single heads are shown on."""
 
 
 # One part after another, most of which need the results of those before: half of the lines are the public docstring.
@@ -57,7 +54,8 @@ def analyze(
             ship with the package.
         tokens: the number of tokens that the statistics read at most, over all rows [tokens].
         window: the length of a row of the text; by default the context length, at most 2048 [tokens].
-        heads: the heads to show in detail, each as its layer and query head; by default the clearest head of each type.
+        heads: the heads to show in detail, each as its layer and query head, whose queries and keys the result has for
+            all of the text; by default the clearest head of each type, on the first tokens.
         p_values: the values of p of p-RoPE to look at, in (0, 1).
 
     Returns:
@@ -94,10 +92,15 @@ def analyze(
         run_decoder(model, rows.ids)
     statistics = state_sums.result(model)
     measured = head_sums.result()
-    # Few tokens, which were not announced.
+    # Few tokens, or those of a second pass, which were not announced.
     with progress.work(0):
-        chosen = list(heads) or _clearest(measured)
-        single_heads = read_single_heads(model, rows.ids[0, :SHOWN_TOKENS], chosen, layers)
+        positional = measured.positional()
+        clearest = _clearest(measured)
+        shown = read_single_heads(model, rows.ids[:1, :SHOWN_TOKENS], [*clearest, *positional], layers)
+        single_heads = shown[: len(clearest)]
+        if heads:
+            single_heads = read_single_heads(model, rows.ids, heads, layers)
+    at_distance = dict(zip((head.shown for head in shown[len(clearest) :]), positional.values(), strict=True))
     return Analysis(
         name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
         table=str(inspection),
@@ -107,7 +110,7 @@ def analyze(
         capture=statistics,
         heads=measured,
         single_heads=single_heads,
-        p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True)),
+        p_sweep=sweep_p(model, statistics, sorted(p_values, reverse=True), at_distance),
         biases=key_biases(model, layers),
         token_texts=_token_texts(tokenizer, measured, single_heads),
         environment=environment(model),
@@ -168,7 +171,7 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
 
 
 def _token_texts(tokenizer: Any, heads: Heads, single_heads: Sequence[SingleHead]) -> dict[int, str]:
-    named = [layer.sink_token for layer in heads.layers] + [head.token_ids for head in single_heads]
+    named = [layer.sink_token for layer in heads.layers] + [head.shown.token_ids for head in single_heads]
     different = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist()
     return {token: token_text(tokenizer, token) for token in different if token >= 0}
 

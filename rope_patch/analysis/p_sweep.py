@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, TYPE_SHARE
+from rope_patch.analysis.single_heads import SingleHead
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.state_statistics import Capture
 from rope_patch.patching.install import patched
@@ -27,6 +29,9 @@ class SweepPoint:
         key_share: the share of the keys' norms that they carry.
         logit_share: the share that they carry of the products of both norms, which bound what a pair can add to a
             logit.
+        kept: the number of positional heads that still attend to their distance where these pairs stop in their layer
+            alone.
+        positional: the number of heads that do so before.
     """
 
     p: float
@@ -34,6 +39,8 @@ class SweepPoint:
     query_share: float
     key_share: float
     logit_share: float
+    kept: int
+    positional: int
 
     def __str__(self) -> str:
         """The pairs that are stopped."""
@@ -41,17 +48,21 @@ class SweepPoint:
         return " and ".join(spans) or "none"
 
 
-def sweep_p(model: nn.Module, statistics: Capture, p_values: Sequence[float]) -> tuple[SweepPoint, ...]:
+def sweep_p(
+    model: nn.Module, statistics: Capture, p_values: Sequence[float], positional: Mapping[SingleHead, int]
+) -> tuple[SweepPoint, ...]:
     """Return what the pairs carry that p-RoPE would zero at each p, on top of the patch that is in place.
 
     Args:
         model: a causal language model.
         statistics: the statistics of its queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
         p_values: the values of p, in (0, 1).
+        positional: the positional heads on a short text, each with its distance [tokens].
     """
     inspection = inspect_model(model)
     before = () if inspection.record is None else (inspection.record.to_method(),)
     unrotated_before = {slot.layer_type: unrotated(slot.inv_freq) for slot in inspection.tables}
+    positional = {head: distance for head, distance in positional.items() if _attends_to(head, distance)}
     points = []
     for p in p_values:
         # The patch that is in place stays, and p-RoPE is put on top of it.
@@ -61,11 +72,21 @@ def sweep_p(model: nn.Module, statistics: Capture, p_values: Sequence[float]) ->
         stopped = {
             kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in zeroed.items() if mask.any()
         }
-        points.append(SweepPoint(p, stopped, *_stopped_shares(statistics, zeroed)))
+        kept = 0
+        for head, distance in positional.items():
+            resting = zeroed[statistics.layer(head.layer).layer_type]
+            kept += _attends_to(replace(head, inv_freq=head.inv_freq.masked_fill(resting, 0.0)), distance)
+        points.append(SweepPoint(p, stopped, *_stopped_shares(statistics, zeroed), kept, len(positional)))
     return tuple(points)
 
 
-def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> list[float]:
+def _attends_to(head: SingleHead, distance: int) -> bool:
+    """Tell whether a head puts most of its attention at a distance."""
+    masses = head.pattern.diagonal(-distance)[max(0, FIRST_COUNTED_QUERY - distance) :]
+    return bool(masses.mean() >= TYPE_SHARE)
+
+
+def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> tuple[float, float, float]:
     """Return the shares of queries' norms, keys' norms and their products, in that order."""
     shares = []
     for layer in statistics.layers:
@@ -76,6 +97,6 @@ def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) ->
             parts = torch.stack((query, keys, query * keys))
             shares.append(parts[..., stopped].sum(-1) / parts.sum(-1).clamp_min(torch.finfo(torch.float64).tiny))
     if not shares:
-        return [0.0] * 3
-    means: list[float] = torch.cat(shares, 1).mean(1).tolist()
-    return means
+        return 0.0, 0.0, 0.0
+    query_share, key_share, logit_share = torch.cat(shares, 1).mean(1).tolist()
+    return query_share, key_share, logit_share

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rope_patch.analysis.outliers import (
     KeyBias,
     MeanPair,
     bias_sentences,
+    contributions,
     mean_pairs,
     once_per_key_head,
     outlier_sentence,
@@ -24,17 +26,19 @@ from rope_patch.analysis.outliers import (
 )
 from rope_patch.analysis.p_sweep import SweepPoint
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.modeling.state_statistics import Capture
+from rope_patch.modeling.state_statistics import Capture, write_npz
 from rope_patch.runtime.captions import count_text, names_text, ranges_text
 from rope_patch.runtime.result_cache import finite
 from rope_patch.texts.domains import TextRows
 
-SCHEMA = 8
+SCHEMA = 9
 LIGHT_SHARE = 0.05
 """Share of the logits below which pairs may be stopped, as far as their norms tell."""
 LEAST_PEAK = 4.0
 """Ratio of the largest feature of keys to the mean norm of a pair above which one scale for a key rounds the others by
 a quarter of its levels or more."""
+MOST_DISTANCES = 8192
+"""Number of distances at which what a pair adds to a logit is saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,24 @@ class Analysis:
         pairs = self.pairs[states]
         radii = (*RADII, OUTLIER_RATIO * pairs[0].radius / pairs[0].ratio)
         return [recall([pair for pair in pairs if pair.radius > radius], radius) for radius in radii]
+
+    def single_heads_to_npz(self, path: str | Path) -> None:
+        """Write the states and logits of the single heads to one ``.npz``.
+
+        Arrays have names such as ``head1.3.query``. Beside the fields of
+        :class:`~rope_patch.analysis.single_heads.SingleHead` there are ``near_logits`` of each token, and ``added``,
+        what each pair adds to the logit of the mean query and key at each of the ``distances``, up to twice the
+        context (pairs, distances).
+        """
+        heads = {f"head{head.layer}.{head.head}": head for head in self.single_heads}
+        arrays = {}
+        for name, head in heads.items():
+            layer = self.capture.layer(head.layer)
+            distances = torch.arange(2 * layer.context)[:: max(1, 2 * layer.context // MOST_DISTANCES)]
+            arrays[f"{name}.near_logits"] = head.near_logits
+            arrays[f"{name}.distances"] = distances
+            arrays[f"{name}.added"] = contributions(layer, head.head, distances)
+        write_npz(path, {"schema": SCHEMA}, "heads", heads, arrays)
 
     def to_json(self) -> str:
         """Return everything but the arrays: types of heads, outliers and the p sweep."""
@@ -155,14 +177,22 @@ def _stopped(analysis: Analysis) -> str:
     )
 
 
+def light_p(analysis: Analysis) -> float | None:
+    """Return the smallest p that stops less than :data:`LIGHT_SHARE` of the logits; None if none does."""
+    return min((point.p for point in analysis.p_sweep if point.logit_share < LIGHT_SHARE), default=None)
+
+
 def _what_to_choose(analysis: Analysis) -> str:
     """Return what the findings say for p, the format of a cache and the layers, and what they cannot tell."""
     parts = []
-    light = [point.p for point in analysis.p_sweep if point.logit_share < LIGHT_SHARE]
-    if light:
-        parts.append(f"p of {min(light):g}, the smallest that stops less than {LIGHT_SHARE:.0%} of the logits")
+    light = light_p(analysis)
+    if light is not None:
+        parts.append(f"by the norms p of {light:g}, the smallest that stops less than {LIGHT_SHARE:.0%} of the logits")
     elif analysis.p_sweep:
-        parts.append(f"no p-RoPE: each p that was tried stops {LIGHT_SHARE:.0%} of the logits or more")
+        parts.append(f"by the norms no p-RoPE: each p that was tried stops {LIGHT_SHARE:.0%} of the logits or more")
+    sparing = [point.p for point in analysis.p_sweep if point.kept == point.positional]
+    if sparing and analysis.heads.positional():
+        parts.append(f"by the positional heads p of {min(sparing):g} or more: all of them keep their distance")
     layers = sorted({layer for layer, _ in analysis.heads.positional()})
     if layers:
         parts.append(f"rotation in layers {ranges_text(layers)}, which have positional heads")

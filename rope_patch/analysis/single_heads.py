@@ -6,30 +6,35 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from rope_patch.analysis.heads import FIRST_COUNTED_QUERY
+from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS
 from rope_patch.modeling.attention_layers import AttentionLayer, rotate
 from rope_patch.modeling.devices import on_cpu
 from rope_patch.modeling.inputs import token_rows
 from rope_patch.modeling.state_statistics import pairs_of
 from rope_patch.modeling.visit_states import run_decoder, visiting_states
 
+SHOWN_TOKENS = 256
+"""Number of tokens that figures show a head on."""
+
 
 @dataclass(frozen=True, eq=False)
 class SingleHead:
-    """The states of one head on one text. Tensors are float64 on the CPU.
+    """The states of one head on a text or on rows of text. Tensors are float64 on the CPU.
 
     Attributes:
         layer: the index of the layer.
         head: the index of the query head.
-        token_ids: (tokens,) the token ids of the text.
-        query: (tokens, head_dim) the queries before rotation.
-        key: (tokens, head_dim) the keys before rotation.
+        token_ids: (tokens,) or (rows, tokens) the token ids of the text.
+        query: (..., tokens, head_dim) the queries before rotation.
+        key: (..., tokens, head_dim) the keys before rotation.
         inv_freq: (pairs,) the table in use [rad/token].
         attention_scaling: the attention factor, by which cos and sin are multiplied.
         scaling: the factor on q·k, usually ``1 / sqrt(head_dim)``.
@@ -52,16 +57,36 @@ class SingleHead:
     sink: float | None
     interleaved: bool
 
+    @functools.cached_property
+    def shown(self) -> SingleHead:
+        """The head on the first tokens of the first row."""
+        ids, query, key = (rows[0, :SHOWN_TOKENS] for rows in (self.token_ids, self.query, self.key))
+        return replace(self, token_ids=ids, query=query, key=key)
+
     def norms(self, states: Tensor) -> Tensor:
-        """Return the 2-norm of each pair of the queries or keys: (tokens, pairs)."""
-        norms: Tensor = torch.linalg.vector_norm(self._pairs(states), dim=-1)
+        """Return the 2-norm of each pair of the queries or keys: (..., tokens, pairs)."""
+        norms: Tensor = torch.linalg.vector_norm(self.pairs(states), dim=-1)
         return norms
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """Scaled logits before soft-capping, future keys included: (queries, keys)."""
+        """Scaled logits of one text before soft-capping, future keys included: (queries, keys)."""
         query, key = self._rotated
         return query @ key.T * self.scaling
+
+    @property
+    def near_logits(self) -> Tensor:
+        """Scaled logits of each token with the keys at distances 0 to 7, before soft-capping; nan where there is none.
+
+        (..., tokens, 8).
+        """
+        query, key = self._rotated
+        logits = torch.full((*query.shape[:-1], OFFSETS), math.nan, dtype=query.dtype)
+        tokens = query.shape[-2]
+        for distance in range(min(OFFSETS, tokens)):
+            seen = key[..., : tokens - distance, :]
+            logits[..., distance:, distance] = torch.linalg.vecdot(query[..., distance:, :], seen) * self.scaling
+        return logits
 
     @functools.cached_property
     def pattern(self) -> Tensor:
@@ -95,15 +120,16 @@ class SingleHead:
 
     def _terms(self, products: Tensor) -> Tensor:
         """The sum over both features of a pair, averaged over tokens."""
-        return self._pairs(products).sum(-1).mean(0) * self.scaling
+        return self.pairs(products).sum(-1).mean(0) * self.scaling
 
-    def _pairs(self, states: Tensor) -> Tensor:
+    def pairs(self, states: Tensor) -> Tensor:
+        """Return the queries or keys as pairs: (..., tokens, pairs, 2)."""
         return pairs_of(states, len(self.inv_freq), self.interleaved)
 
     @functools.cached_property
     def _rotated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention sees them: (tokens, head_dim) each."""
-        angles = torch.arange(len(self.query))[:, None] * self.inv_freq.double()
+        """Queries and keys as attention sees them: (..., tokens, head_dim) each."""
+        angles = torch.arange(self.query.shape[-2])[:, None] * self.inv_freq.double()
         cos = angles.cos() * self.attention_scaling
         sin = angles.sin() * self.attention_scaling
         return rotate(self.query, cos, sin, self.interleaved), rotate(self.key, cos, sin, self.interleaved)
@@ -112,11 +138,11 @@ class SingleHead:
 def read_single_heads(
     model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]], layers: Sequence[AttentionLayer]
 ) -> tuple[SingleHead, ...]:
-    """Take single heads out of one forward pass over a short text.
+    """Take single heads out of one forward pass.
 
     Args:
         model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
-        token_ids: (tokens,) the token ids of the text, 2 or more; memory grows with their square.
+        token_ids: (tokens,) or (rows, tokens) the token ids of the text, 2 tokens or more.
         heads: the layer and query head of each head, which the model has.
         layers: the attention layers of the model.
 
@@ -125,26 +151,33 @@ def read_single_heads(
     """
     rows = token_rows(token_ids)
     wanted = {layer.index: layer for layer in layers if layer.index in {index for index, _ in heads}}
-    captured: dict[tuple[int, str], list[Tensor]] = {}
+    heads_of = {index: sorted({head for at, head in heads if at == index}) for index in wanted}
+    captured: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+    counts = {}
 
     def visit(layer: AttentionLayer, role: str, states: Tensor, before: int) -> None:
-        captured.setdefault((layer.index, role), []).append(states)
+        if role == "query":
+            counts[layer.index] = states.shape[1]
+            states = states[:, heads_of[layer.index]]
+        captured[layer.index, role].append(states)
 
     with visiting_states(list(wanted.values()), visit, rows.numel()):
         run_decoder(model, rows)
     whole = {at: torch.cat(states).double() for at, states in on_cpu(captured).items()}
     single_heads = []
     for index, head in heads:
-        query, key = whole[index, "query"], whole[index, "key"]
         layer = wanted[index]
+        query, keys = whole[index, "query"], whole[index, "key"]
+        query = query[:, heads_of[index].index(head)]
+        # Under grouped-query attention, neighbouring query heads share a key head.
+        key = keys[:, head * keys.shape[1] // counts[index]]
         single_heads.append(
             SingleHead(
                 layer=index,
                 head=head,
-                token_ids=rows[0],
-                query=query[:, head],
-                # Under grouped-query attention, neighbouring query heads share a key head.
-                key=key[:, head * key.shape[1] // query.shape[1]],
+                token_ids=token_ids,
+                query=query.reshape(*token_ids.shape, -1),
+                key=key.reshape(*token_ids.shape, -1),
                 inv_freq=layer.table.inv_freq,
                 attention_scaling=layer.table.attention_scaling,
                 scaling=layer.scaling,

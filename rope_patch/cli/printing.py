@@ -98,6 +98,8 @@ def write_and_show(
     json_text: str,
     build: Callable[[], Page],
     brief: Callable[[], Page] | None = None,
+    *,
+    is_printed: bool = True,
 ) -> None:
     """Write a result into the output folder, as JSON and as a page, and print it.
 
@@ -108,11 +110,12 @@ def write_and_show(
         json_text: the result as JSON.
         build: a function that returns the page of the result.
         brief: a function that returns the page that is printed; by default the same.
+        is_printed: whether the result is printed, too.
     """
     write_atomically(options.output / files[0], json_text)
-    if options.as_json:
+    if is_printed and options.as_json:
         print(json_text, flush=True)
-    else:
+    elif is_printed:
         show_page((brief or build)())
     # It comes last, so that an error in it loses nothing.
     if files[-1].endswith(".html"):

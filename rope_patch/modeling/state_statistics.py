@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -136,15 +136,35 @@ class OfLayers:
         Raises:
             OSError: the folder cannot be written; nothing is left behind.
         """
-        outline = {"schema": self.schema, **_plain(self), "layers": [_plain(layer) for layer in self.layers]}
-        arrays: dict[str, Any] = {"outline": numpy.array(json.dumps(outline, allow_nan=False))}
-        for layer in self.layers:
-            for name, value in _values(layer, f"layer{layer.index}."):
-                if isinstance(value, Tensor):
-                    arrays[name] = value.numpy()
-        buffer = io.BytesIO()
-        numpy.savez_compressed(buffer, **arrays)
-        write_atomically(path, buffer.getvalue())
+        outline = {"schema": self.schema, **_plain(self)}
+        write_npz(path, outline, "layers", {f"layer{layer.index}": layer for layer in self.layers})
+
+
+def write_npz(
+    path: str | Path,
+    outline: Mapping[str, Any],
+    kind: str,
+    parts: Mapping[str, Any],
+    more: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write dataclasses of tensors to one ``.npz``, see :meth:`OfLayers.to_npz`.
+
+    Args:
+        path: the file.
+        outline: what else was read, and how: JSON values.
+        kind: the key of the outline that lists what of the parts is no tensor.
+        parts: the dataclasses by the first part of the names of their arrays.
+        more: further arrays by name.
+    """
+    listed = {**outline, kind: [_plain(part) for part in parts.values()]}
+    arrays: dict[str, Any] = {"outline": numpy.array(json.dumps(listed, allow_nan=False))}
+    tensors = dict(more or {})
+    for prefix, part in parts.items():
+        tensors.update((name, value) for name, value in _values(part, f"{prefix}.") if isinstance(value, Tensor))
+    arrays.update((name, tensor.numpy()) for name, tensor in tensors.items())
+    buffer = io.BytesIO()
+    numpy.savez_compressed(buffer, **arrays)
+    write_atomically(path, buffer.getvalue())
 
 
 def _values(result: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

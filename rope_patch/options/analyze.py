@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import contained, number, option, path, tokens
+from rope_patch.options.fields import contained, flag, number, option, path, tokens
 from rope_patch.options.shared import CommandOptions, Machine, Patching
 
 TOKENS = 16384
@@ -33,12 +33,14 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
     """Analyze how the attention heads of a model use its rotary table, and what p-RoPE would take from them.
 
     It finds positional heads, features with outliers, and attention sinks. It writes ``analysis.json``,
-    ``capture.npz``, ``heads.npz`` and ``analysis.html``.
+    ``capture.npz``, ``heads.npz``, ``single_heads.npz`` and ``analysis.html``.
 
     Example: ``rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis``
     """
 
-    model: str = shared.model()
+    models: tuple[str, ...] = shared.model(
+        " Of several, each gets a folder of its own, and one table shows all.", name="model", repeated=True
+    )
     texts: tuple[Path, ...] = path(
         "A text file, or a folder of .txt files, to run the model on. Repeat it for more: the statistics read as much "
         "of each, and are of all together; capture.npz has the norms of each. By default short built-in texts of "
@@ -48,8 +50,8 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
         repeated=True,
     )
     heads: tuple[tuple[int, int], ...] = option(
-        'The attention heads to show in detail, as layer.head, for example "1.2 3.0". By default the clearest example '
-        "of each type.",
+        'The attention heads to show in detail, as layer.head, for example "1.2 3.0". single_heads.npz has their '
+        "queries, keys and logits on all of the text. By default the clearest example of each type, on its beginning.",
         (),
         metavar="HEADS",
         read=read_head,
@@ -81,3 +83,7 @@ class AnalyzeOptions(CommandOptions, command="analyze"):
     output: Path = shared.output("rope-patch-analysis")
     machine: Machine = contained(Machine)
     report: bool = shared.report()
+    all_figures: bool = flag(
+        "Draw further figures: the length of each pair's mean by layer; and, of each single head, what its pairs add "
+        "to the logit by distance, and its longest pair token by token."
+    )

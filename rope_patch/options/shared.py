@@ -62,13 +62,14 @@ class Machine(OptionSet):
 # --- single options --------------------------------------------------------------------------------------------------
 
 
-def model() -> Any:
+def model(more: str = "", **options: Any) -> Any:
     """Return the field for a checkpoint or adapter."""
     return word(
         "A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is loaded "
-        "onto its base model, with the rotary patch that it was trained under.",
+        f"onto its base model, with the rotary patch that it was trained under.{more}",
         metavar="MODEL",
         positional=True,
+        **options,
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
-from rope_patch.analysis.outliers import OUTLIER_RATIO, bounds
-from rope_patch.analysis.result import Analysis, findings
+from rope_patch.analysis.outliers import OUTLIER_RATIO, RELAXED_ANGLE, bounds, recall
+from rope_patch.analysis.result import LIGHT_SHARE, Analysis, findings, light_p
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.state_statistics import LayerCapture
 from rope_patch.reports import analysis_figures as figures
@@ -23,18 +23,65 @@ TOKENS_PER_LINE = 8
 """Number of tokens in a line of the text that single heads are shown on: more are cut at the edge of a page."""
 
 
-def page(analysis: Analysis) -> Page:
+def page(analysis: Analysis, *, all_figures: bool = False) -> Page:
     """Return an analysis as a page.
 
     Args:
         analysis: the analysis of a checkpoint.
+        all_figures: whether the page has the mean length of each pair by layer, and of each single head what its pairs
+            add at each distance and the points of its longest pair, too.
     """
-    return _page(analysis, _summary, _heads, _outliers, _p_sweep, _single)
+    whole = _page(analysis, _summary, _heads, _outliers, _p_sweep, _single)
+    if not all_figures:
+        return whole
+    more = [figures.radius_by_layer(analysis), *(figures.mean_head(analysis, head) for head in analysis.single_heads)]
+    answer = (
+        "Figures of the mean queries and keys, and of the longest pair of each single head, for those who look for one."
+    )
+    return Page(whole.title, [*whole.sections, Section("Further figures", [answer], more)])
 
 
 def brief(analysis: Analysis) -> Page:
     """Return what a terminal shows of an analysis: its findings, and what p-RoPE would stop."""
     return _page(analysis, _summary, _p_sweep)
+
+
+def models(analyses: Sequence[Analysis]) -> Page:
+    """Return a page with one table of several analyses."""
+    rows: list[Cells] = []
+    for analysis in analyses:
+        heads = sum(layer.heads for layer in analysis.heads.layers)
+        every = analysis.pairs["key"]
+        outlying = analysis.outliers("key")
+        found, among_all = recall(outlying, 0.0), recall(every, 0.0)
+        below, beyond = (
+            Cell(number_text(found[bound]), f"of all {number_text(among_all[bound])}") for bound in ("below", "beyond")
+        )
+        light = light_p(analysis)
+        rows.append(
+            [
+                analysis.name,
+                f"{len(analysis.heads.positional())} of {heads}",
+                f"{len(outlying)} of {len(every)}",
+                below,
+                beyond,
+                "–" if light is None else f"{light:g}",
+            ]
+        )
+    columns = (
+        "Model",
+        "Positional heads",
+        "Outliers of keys",
+        "Below the frequency bound",
+        "Beyond the angle bound",
+        "p",
+    )
+    caption = (
+        f"Outliers: pairs of mean keys over {OUTLIER_RATIO:g} times the median length, by query head, and their shares "
+        f"within Jonasson’s bounds (2025). p: the smallest that stops less than {LIGHT_SHARE:.0%} of the logits."
+    )
+    table = DataTable("Models", columns, rows, caption)
+    return Page("How several models use their rotary tables", [Section("Models", [], [table])])
 
 
 def _page(analysis: Analysis, *sections: Callable[[Analysis], Section]) -> Page:
@@ -71,7 +118,7 @@ def _single(analysis: Analysis) -> Section:
         "head looks alike at every token, one that looks for content does not. The first key, on which many heads "
         "rest, is drawn wider than the others."
     )
-    drawn = [figures.single_head(analysis, head) for head in analysis.single_heads]
+    drawn = [figures.single_head(analysis, head.shown) for head in analysis.single_heads]
     return Section("Single heads", [answer], [*drawn, tokens(analysis)])
 
 
@@ -201,9 +248,17 @@ def _recall(analysis: Analysis) -> DataTable:
                     f"{row['outliers']}",
                     number_text(row["below"]),
                     number_text(row["beyond"]),
+                    number_text(row["nearly"]),
                 ]
             )
-    columns = ("Of the mean", "Longer than", "Outliers", "Below the frequency bound", "Beyond the angle bound")
+    columns = (
+        "Of the mean",
+        "Longer than",
+        "Outliers",
+        "Below the frequency bound",
+        "Beyond the angle bound",
+        f"Beyond it less {RELAXED_ANGLE:g} rad",
+    )
     caption = (
         "Recall of Jonasson’s bounds (2025, table 2) at the paper’s lengths, and at "
         f"{OUTLIER_RATIO:g} times the median length; key heads count once for each query head."
@@ -222,16 +277,20 @@ def _sweep(analysis: Analysis) -> DataTable:
                 f"{100 * point.query_share:.1f} %",
                 f"{100 * point.key_share:.1f} %",
                 f"{100 * point.logit_share:.1f} %",
+                f"{point.kept} of {point.positional}",
             ]
         )
-    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits")
-    caption = "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs."
+    columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "Positional heads left")
+    caption = (
+        "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs. Positional "
+        "heads: those that attend to their distance still, each where its layer alone is changed."
+    )
     return DataTable("The p sweep", columns, rows, caption)
 
 
 def tokens(analysis: Analysis) -> DataTable:
     """Return the text that single heads are shown on, token by token."""
-    names = [shown_token(analysis, token) for token in analysis.single_heads[0].token_ids.tolist()]
+    names = [shown_token(analysis, token) for token in analysis.single_heads[0].shown.token_ids.tolist()]
     rows: list[Cells] = []
     for start in range(0, len(names), TOKENS_PER_LINE):
         rows.append([str(start), Cell("  ".join(names[start : start + TOKENS_PER_LINE]), style="token")])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rope_patch.analysis.heads import TYPE_SHARE
+from rope_patch.analysis.heads import SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import contributions, once_per_key_head
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
@@ -163,6 +163,67 @@ def largest_features(analysis: Analysis) -> Figure:
     )
 
 
+def radius_by_layer(analysis: Analysis) -> Figure:
+    """Return the figure of the length of the mean of each pair by layer, the longest of its heads."""
+
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
+        longest = torch.stack([getattr(layer, role).radius.amax(0) for layer in layers])
+        return longest, few([layer.index for layer in layers])
+
+    return _by_kind(
+        analysis,
+        panel,
+        title="Longest mean of each pair, by layer",
+        caption=f"The length of the mean vector of a pair, the longest of all heads. {BOUND_CAPTION}",
+        ylabel="layer",
+        label="length of the mean",
+    )
+
+
+def mean_head(analysis: Analysis, head: SingleHead) -> Figure:
+    """Return the figure of a head's mean query and key by distance, and of its longest pair of keys token by token."""
+    layer = analysis.capture.layer(head.layer)
+    added = contributions(layer, head.head, torch.arange(2 * layer.context))
+    total = added.sum(0)
+    edges = _log_distances(2 * layer.context)
+    longest = int(layer.key_by_query_head.radius[head.head].argmax())
+    shown = head.shown
+    states = {"queries": shown.query, "keys": shown.key}
+    points = {name: shown.pairs(values)[:, longest] for name, values in states.items()}
+    measured = analysis.heads.layer(head.layer)
+    resting = measured.sink_position[head.head][measured.sink_weight[head.head] > SINK_WEIGHT]
+    sinks = {0, *resting[resting < len(shown.token_ids)].tolist()}
+    points["first key, and sinks"] = points["keys"][sorted(sinks)]
+    title = f"Layer {head.layer}, head {head.head}: mean query and key, and pair {longest}"
+    caption = (
+        f"{title}. Left and middle: what each pair adds to their logit, the sum D(p), and the attention that it gives, "
+        "up to twice the context (Jonasson 2025, figures 6, 10). Right: the pair before rotation, by token (figure 7)."
+    )
+    return figure(
+        plots.draw_mean_head,
+        edges,
+        _bin_means(added, edges),
+        _bin_means(torch.stack((total, total.softmax(0))), edges),
+        {pair: label.replace("\n", " ") for pair, label in plots.pair_ticks(layer.inv_freq).items()},
+        layer.context,
+        points,
+        title=title,
+        caption=caption,
+    )
+
+
+def _log_distances(most: int) -> Tensor:
+    """Return the edges of ever wider bins of the distances from 1 to a largest one [tokens]."""
+    edges: Tensor = torch.unique(torch.logspace(0, math.log10(most), 60).round().long())
+    return edges
+
+
+def _bin_means(values: Tensor, edges: Tensor) -> Tensor:
+    """Return the means over bins of values at the distances 0, 1, 2, …: (..., bins)."""
+    means: Tensor = values.cumsum(-1)[..., edges - 1].diff(dim=-1).div(edges.diff())
+    return means
+
+
 def _by_kind(
     analysis: Analysis,
     panel: Callable[[Sequence[LayerCapture], str], Panel],
@@ -220,9 +281,8 @@ def by_distance(analysis: Analysis) -> Figure:
         layer = analysis.capture.layer(pair.layer)
         logits = contributions(layer, pair.head, torch.arange(layer.context))
         # Fast pairs turn many times between two pixels of a logarithmic axis, which shows means over bins.
-        edges = torch.unique(torch.logspace(0, math.log10(layer.context), 60).round().long())
-        sums = torch.stack((logits[pair.pair], logits.sum(0))).cumsum(1)
-        one, every = sums[:, edges - 1].diff(dim=1) / edges.diff()
+        edges = _log_distances(layer.context)
+        one, every = _bin_means(torch.stack((logits[pair.pair], logits.sum(0))), edges)
         panels.append((f"head {pair.layer}.{pair.head}, pair {pair.pair}:\n{pair.kind}", edges[:-1], one, every))
     caption = (
         "Logit of the mean query with the mean key of a head, D(p), the part of one pair, d(p), and the rest "

@@ -89,11 +89,16 @@ class Figure:
         return self.draw()
 
     @cached_property
-    def source(self) -> str:
-        """The figure as a self-contained image, as a ``data:`` address."""
+    def vector(self) -> str:
+        """The figure as SVG."""
         from rope_patch.runtime.plots import svg
 
-        return f"data:image/svg+xml;base64,{base64.b64encode(svg(self.drawn).encode()).decode()}"
+        return svg(self.drawn)
+
+    @cached_property
+    def source(self) -> str:
+        """The figure as a self-contained image, as a ``data:`` address."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.vector.encode()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,9 @@ def render(page: Page, command: str | None = None) -> str:
 
 
 def write(path: str | Path, page: Page, command: str | None = None) -> None:
-    """Write what :func:`render` returns to a file, whole or not at all, and its figures as PNG to a folder beside it.
+    """Write what :func:`render` returns to a file, whole or not at all, and its figures to a folder beside it.
+
+    Each figure is written as PNG and as SVG.
 
     The folder is called like the file, ``report-figures`` for ``report.html``; figures of an earlier page go.
 
@@ -166,13 +173,15 @@ def write(path: str | Path, page: Page, command: str | None = None) -> None:
     path = Path(path)
     write_atomically(path, render(page, command))
     folder = path.with_name(f"{path.stem}-figures")
-    for earlier in folder.glob("[0-9][0-9]-*.png"):
+    for earlier in folder.glob("[0-9][0-9]-*.*"):
         earlier.unlink()
     figures = [part for section in page.sections for part in section.parts if isinstance(part, Figure)]
     for number, shown in enumerate(figures, 1):
         folder.mkdir(exist_ok=True)
         words = "-".join(re.findall(r"\w+", shown.title.lower()))
-        shown.drawn.savefig(folder / f"{number:02}-{words[:_LONGEST_NAME]}.png", dpi=150)
+        name = f"{number:02}-{words[:_LONGEST_NAME]}"
+        shown.drawn.savefig(folder / f"{name}.png", dpi=150)
+        (folder / f"{name}.svg").write_text(shown.vector, encoding="utf-8")
 
 
 def figure(draw: Callable[..., Any], *data: Any, title: str, caption: str, **options: Any) -> Figure:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
-from support.commands import run
+from support.commands import fail, run
 from support.prompting import ENGLISH, TOKENIZER
 from support.tiny import YARN, small
 
@@ -73,7 +76,7 @@ def test_texts_that_cannot_be_read(sources, options, message):
 def test_a_point_of_the_p_sweep_is_what_the_patch_stops(family):
     model = small(family)
     got = capture(model, read_rows(TOKENIZER, TEXTS, window=64, tokens=256).ids)
-    (point,) = sweep_p(model, got, [0.5])
+    (point,) = sweep_p(model, got, [0.5], {})
     with rope_patch.patched(model, "p_rope:p=0.5") as patch:
         rests = {kind: unrotated(slot.inv_freq) for kind, slot in patch.after.items()}
     stopped = {kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in rests.items() if mask.any()}
@@ -92,7 +95,7 @@ def test_the_p_sweep_goes_on_from_the_patch_in_place():
     rows = read_rows(TOKENIZER, TEXTS, window=64, tokens=128)
     rope_patch.apply(model, "truncated")
     table = rope_patch.inspect(model).tables[0].inv_freq
-    (point,) = sweep_p(model, capture(model, rows.ids), [0.9])
+    (point,) = sweep_p(model, capture(model, rows.ids), [0.9], {})
     assert torch.equal(rope_patch.inspect(model).tables[0].inv_freq, table)
     resting = set(unrotated(table).nonzero().flatten().tolist())
     assert not resting & set(point.stopped.get("all", ()))
@@ -120,7 +123,7 @@ def test_every_part_is_there(family):
     assert [point["p"] for point in out["p_sweep"]] == [0.5]
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
-    assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.token_ids)
+    assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.shown.token_ids)
 
 
 def test_a_head_of_a_layer_without_attention_is_refused_before_anything_is_read():
@@ -176,12 +179,29 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     given += ["--p", "0.5", "--heads", "1.3", "-o", tmp_path / "out"]
     run(*given)
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
+    assert written >= {"analysis.json", "capture.npz", "heads.npz", "single_heads.npz", "analysis.html"}
+    with numpy.load(tmp_path / "out" / "single_heads.npz") as arrays:
+        assert arrays["head1.3.query"].shape[:2] == (4, 64) and arrays["head1.3.near_logits"].shape == (4, 64, 8)
+        assert arrays["head1.3.added"].shape == (len(arrays["head1.3.inv_freq"]), len(arrays["head1.3.distances"]))
+        assert json.loads(str(arrays["outline"]))["heads"][0]["head"] == 3
     assert "Layer 1, head 3: " in (tmp_path / "out" / "analysis.html").read_text()
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     again = run(*given, "--no-report", "--json")
     assert json.loads(again) == out
+
+
+def test_several_models_get_a_folder_each_and_one_table(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    given = ["--window", "64", "--tokens", "64", "--p", "0.5", "--no-report"]
+    shown = run("analyze", folder, tmp_path / "other", *given, "-o", tmp_path / "out")
+    assert re.search(r"(?m)^ *tiny +\d+ of 8 ", shown) and re.search(r"(?m)^ *other +\d+ of 8 ", shown)
+    whole = json.loads((tmp_path / "out" / "analyses.json").read_text())
+    for name in ("tiny", "other"):
+        assert whole[name] == json.loads((tmp_path / "out" / name / "analysis.json").read_text())
+    assert "two models have one name" in fail("analyze", folder, folder, *given, "-o", tmp_path / "twice")
+    assert "nowhere" in fail("analyze", folder, "nowhere", *given, "-o", tmp_path / "early")
+    assert not (tmp_path / "early").exists()
 
 
 def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):

@@ -28,9 +28,11 @@ from rope_patch.analysis import attention_mass
 from rope_patch.analysis.analyze import _clearest
 from rope_patch.analysis.attention_mass import _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.heads import FIRST_COUNTED_QUERY, OFFSETS, SINK_DISTANCE, SINKS_PER_HEAD, Heads
+from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.single_heads import read_single_heads
 from rope_patch.frequencies import geometric
 from rope_patch.modeling.attention_layers import find_attention_layers
+from rope_patch.modeling.capture import capture
 from rope_patch.modeling.temporary_modes import attention_state
 from rope_patch.runtime.progress import listen
 
@@ -442,6 +444,38 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
         turn = torch.polar(torch.ones(n).double(), distance * view.inv_freq.double())
         terms = (q[distance:] * k[: 20 - distance].conj() * turn).real * scale / 4
         torch.testing.assert_close(view.mean_terms(distance), terms.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_named_head_is_read_in_every_row_with_its_near_logits(monkeypatch):
+    model = model_of("llama-yarn")
+    rows = few_kinds(2, 20)
+    (view, again) = read_single_heads(model, rows, [(1, 2), (1, 0)], find_attention_layers(model))
+    assert (view.head, again.head) == (2, 0) and torch.equal(view.token_ids, rows)
+    for row, states in zip(range(2), attended(model, rows, monkeypatch), strict=True):
+        for head in (view, again):
+            query, key = states[1].query[head.head], states[1].key[head.head]
+            logits = (query @ key.T * states[1].scaling).numpy()
+            expected = [[logits[i, i - back] if back <= i else math.nan for back in range(OFFSETS)] for i in range(20)]
+            numpy.testing.assert_allclose(head.near_logits[row].numpy(), expected, rtol=1e-4, atol=2e-4)
+    assert torch.equal(view.shown.query, view.query[0])
+
+
+def test_the_p_sweep_counts_the_positional_heads_that_are_left():
+    """Against the model's own attention under the patch: what the planted layer reads does not depend on it."""
+    model = golden(["previous", "diagonal"])
+    model.set_attn_implementation("eager")
+    rows = golden_rows()
+    distances = {0: 1, 1: 0}
+    heads = read_single_heads(model, rows[0], [(1, 0), (1, 1)], find_attention_layers(model))
+    p_values = (0.5, 0.2, 0.1, 0.05)
+    points = sweep_p(model, capture(model, rows), p_values, dict(zip(heads, distances.values(), strict=True)))
+    for point in points:
+        with torch.no_grad(), rope_patch.patched(model, f"p_rope:p={point.p}"):
+            weights = model(rows[:1], output_attentions=True).attentions[1][0]
+        masses = [float(weights[head].diagonal(-back)[8 - back :].mean()) for head, back in distances.items()]
+        assert point.kept == sum(mass >= 0.5 for mass in masses)
+    assert [point.positional for point in points] == [2] * 4
+    assert points[0].kept == 2 > points[-1].kept
 
 
 # --- models in other states

@@ -113,9 +113,9 @@ def random_analysis(
     view = SingleHead(
         layer=0,
         head=1,
-        token_ids=ids,
-        query=draw(24, 2 * first.query.pairs),
-        key=draw(24, 2 * first.query.pairs),
+        token_ids=ids[None],
+        query=draw(1, 24, 2 * first.query.pairs),
+        key=draw(1, 24, 2 * first.query.pairs),
         inv_freq=first.inv_freq,
         attention_scaling=1.0,
         scaling=0.25,
@@ -126,8 +126,8 @@ def random_analysis(
     )
     group = tables[0][0] or "all"
     points = (
-        SweepPoint(0.75, {group: (6, 7)}, 0.21, 0.22, 0.18),
-        SweepPoint(0.25, {group: (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65),
+        SweepPoint(0.75, {group: (6, 7)}, 0.21, 0.22, 0.18, 6, 6),
+        SweepPoint(0.25, {group: (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 2, 6),
     )
     analysis = Analysis(
         name="Some <b> model",
@@ -208,11 +208,12 @@ def test_numbers_of_outliers_and_p_are_those_of_the_analysis(page):
     assert len(analysis.outliers("key")) == 6  # one key head in each of three layers, for two query heads
     rows = page.table("Outliers inside the bounds")[1:]
     assert [row[:2] for row in rows[:3]] == [["keys", "6.0"], ["keys", "9.0"], ["keys", "12.0"]]
-    assert [row[2] for row in rows[:4]] == ["6", "6", "0", "6"] and rows[2][3:] == ["–", "–"]
+    assert [row[2] for row in rows[:4]] == ["6", "6", "0", "6"] and rows[2][3:] == ["–"] * 3
     beyond = sum(pair.phi > pair.angle for pair in analysis.outliers("key"))
-    assert rows[0][3:] == ["1.00", f"{beyond / 6:.2f}"]
+    nearly = sum(pair.phi > pair.angle - 0.1 for pair in analysis.outliers("key"))
+    assert rows[0][3:] == ["1.00", f"{beyond / 6:.2f}", f"{nearly / 6:.2f}"]
     middle, most = page.table("The p sweep")[1:]
-    assert middle == ["0.75", "6 to 7 (all layers)", "21.0 %", "22.0 %", "18.0 %"]
+    assert middle == ["0.75", "6 to 7 (all layers)", "21.0 %", "22.0 %", "18.0 %", "6 of 6"]
     assert most[:2] == ["0.25", "2 to 7 (all layers)"]
 
 
@@ -270,7 +271,7 @@ def test_heat_maps_show_their_values_and_clip_few():
 
 def test_a_view_shows_its_head():
     analysis = random_analysis()
-    (view,) = analysis.single_heads
+    view = analysis.single_heads[0].shown
     shown = analysis_figures.single_head(analysis, replace(view, window=6))
     drawn = shown.draw()
     query, key, *_ = [axes.images[0] for axes in drawn.axes if axes.images]
@@ -293,7 +294,7 @@ def test_a_view_shows_its_head():
 
 def test_a_head_that_rests_on_the_first_token_is_shown_beside_the_other_keys():
     analysis = random_analysis()
-    shown = replace(analysis.single_heads[0], head=2)
+    shown = replace(analysis.single_heads[0].shown, head=2)
     drawn = analysis_figures.single_head(analysis, shown).draw()
     bars = [axes for axes in drawn.axes if "adds to the logit" in axes.get_title(loc="left")]
     assert "the first key" in bars[0].get_title(loc="left") and "the keys after it" in bars[1].get_title(loc="left")
@@ -329,6 +330,37 @@ def test_the_longest_pairs_are_drawn_over_distance_once_for_a_key_head():
         means = [float(values[a:b].mean()) for a, b in itertools.pairwise(distances)]
         numpy.testing.assert_allclose(line.get_ydata(), means)
     numpy.testing.assert_allclose(others.get_ydata(), every.get_ydata() - one.get_ydata())
+
+
+def test_a_mean_head_is_drawn_over_distance_and_its_longest_pair_by_token():
+    analysis = random_analysis(tables=((None, 40, 8),))
+    (head,) = analysis.single_heads
+    drawn = analysis_figures.mean_head(analysis, head).draw()
+    every, sums, states, *_ = drawn.axes
+    layer = analysis.capture.layer(0)
+    logits = contributions(layer, 1, torch.arange(80)).numpy()
+    edges = [int(x) for x in sums.lines[0].get_xdata()] + [80]
+    shares = numpy.exp(logits.sum(0)) / numpy.exp(logits.sum(0)).sum()
+    for line, values in ((sums.lines[0], logits.sum(0)), (drawn.axes[-1].lines[0], shares)):
+        means = [values[a:b].mean() for a, b in itertools.pairwise(edges)]
+        numpy.testing.assert_allclose(line.get_ydata(), means, rtol=1e-6)
+    cells = every.collections[0].get_array()
+    numpy.testing.assert_allclose(cells[:, 0], logits[:, 1])
+    queries, keys, first = (points.get_offsets() for points in states.collections)
+    longest = int(layer.key.radius[0].argmax())  # key head 0 serves query heads 0 and 1
+    numpy.testing.assert_allclose(queries, head.query[0][:, [longest, longest + 8]])
+    numpy.testing.assert_allclose(keys, head.key[0][:, [longest, longest + 8]])
+    numpy.testing.assert_allclose(first[0], keys[0])
+
+
+def test_all_figures_are_further_ones():
+    analysis = random_analysis()
+    plain, whole = (analysis_report.page(analysis, all_figures=all_figures) for all_figures in (False, True))
+    assert [section.title for section in whole.sections[:-1]] == [section.title for section in plain.sections]
+    radii, _ = whole.sections[-1].parts
+    keys = radii.draw().axes[1].images[0].get_array()
+    expected = [torch.hypot(layer.key.mean[:, :8], layer.key.mean[:, 8:]).amax(0) for layer in analysis.capture.layers]
+    numpy.testing.assert_allclose(keys, torch.stack(expected))
 
 
 # --- real models -----------------------------------------------------------------------------------------------------

@@ -61,13 +61,13 @@ def test_twins_stay_two():
     assert max(map(len, short_names(names).values())) < 100
 
 
-def test_figures_stand_beside_the_page_as_png_and_those_of_an_earlier_page_go(tmp_path):
+def test_figures_stand_beside_the_page_as_png_and_svg_and_those_of_an_earlier_page_go(tmp_path):
     folder = tmp_path / "page-figures"
     folder.mkdir()
     for name in ("01-an-older-figure.png", "mine.png"):
         (folder / name).write_bytes(b"")
     write(tmp_path / "page.html", a_page())
-    assert sorted(path.name for path in folder.iterdir()) == ["01-a-figure.png", "mine.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["01-a-figure.png", "01-a-figure.svg", "mine.png"]
     height, width, _ = matplotlib.image.imread(folder / "01-a-figure.png").shape
     assert width == 150 * WIDTH and height > 500
     write(tmp_path / "empty.html", Page("No figure", []))

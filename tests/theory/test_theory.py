@@ -48,29 +48,36 @@ def wendler_head(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_factor_by_hand():
     # f = 1 and two positions: alpha (1 - cos 1) = ln 99, alpha = 4.59512 / 0.45970 = 9.9960
-    needed = theory.previous_token_factor(torch.tensor([1.0]), mass=0.99, length=2)
+    needed = theory.positional_head_factor(torch.tensor([1.0]), mass=0.99, length=2)
     assert needed == pytest.approx(math.log(99) / (1 - math.cos(1)), rel=1e-10)
     assert needed == pytest.approx(9.9960, abs=1e-4)
     # One pair of pi rad is back where it was after two tokens, and a pair that does not rotate never moves.
     for step in (math.pi, 0.0):
-        assert theory.previous_token_factor(torch.tensor([step], dtype=torch.float64), mass=0.99, length=10) is None
+        assert theory.positional_head_factor(torch.tensor([step], dtype=torch.float64), mass=0.99, length=10) is None
 
 
 @pytest.mark.parametrize("mass", [0.0, 1.0, 99.0])
 def test_a_mass_that_no_factor_gives_is_refused(mass):
     with pytest.raises(ValueError, match="mass"):
-        theory.previous_token_factor(PLAIN, mass=mass, length=10)
+        theory.positional_head_factor(PLAIN, mass=mass, length=10)
 
 
-@pytest.mark.parametrize("mass", [0.3, 0.99, 0.999999])
-def test_the_factor_reaches_the_mass_and_no_less_does(mass):
+def test_a_distance_beyond_the_text_is_refused():
+    with pytest.raises(ValueError, match="below the length of 10, got 10"):
+        theory.positional_head_factor(PLAIN, mass=0.9, length=10, distance=10)
+
+
+@pytest.mark.parametrize(("mass", "distance"), [(0.3, 1), (0.99, 1), (0.999999, 1), (0.99, 0), (0.9, 7)])
+def test_the_factor_reaches_the_mass_and_no_less_does(mass, distance):
     table = geometric(5e5, 16)
     length = 300
-    query, key = (vector.numpy() for vector in wendler_head(table))
+    key = wendler_head(table)[1].numpy()
+    query = matrix(table, -distance) @ key  # proposition 3.1
     logits = numpy.array([query @ matrix(table, -r) @ key for r in range(length)])
-    needed = theory.previous_token_factor(table, mass=mass, length=length)
+    needed = theory.positional_head_factor(table, mass=mass, length=length, distance=distance)
     worst, less = (
-        min(softmax(factor * logits[: m + 1])[1] for m in range(1, length)) for factor in (needed, 0.999 * needed)
+        min(softmax(factor * logits[: m + 1])[distance] for m in range(distance, length))
+        for factor in (needed, 0.999 * needed)
     )
     assert worst == pytest.approx(mass, abs=1e-8)
     assert less < mass - 1e-9
@@ -106,7 +113,7 @@ def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot
     table = geometric(1e4, DIM)
     query, key = wendler_head(table)
     # A model divides its logits by sqrt(head_dim).
-    factor = theory.previous_token_factor(table, mass=0.99, length=LENGTH) * DIM**0.5
+    factor = theory.positional_head_factor(table, mass=0.99, length=LENGTH) * DIM**0.5
     model = llama(factor * query, key)
     tokens = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(1))
     mass = attention_of(model, tokens).diagonal(-1)

@@ -195,6 +195,57 @@ def draw_by_distance(panels: Sequence[tuple[str, Tensor, Tensor, Tensor]], *, ti
     return figure
 
 
+def draw_mean_head(
+    edges: Tensor,
+    added: Tensor,
+    together: Tensor,
+    rows: Mapping[int, str],
+    context: int,
+    points: Mapping[str, Tensor],
+    *,
+    title: str,
+) -> Figure:
+    """Draw what the pairs of a head's mean query and key add by distance, and the states of one pair.
+
+    *Source*: Jonasson, arXiv:2503.01832, figures 6, 7 and 10.
+
+    Args:
+        edges: the edges of the bins of distances [tokens].
+        added: (pairs, bins) what each pair adds to the logit.
+        together: (2, bins) the logit of all pairs, and the attention that it gives.
+        rows: the labels of some pairs.
+        context: the context, drawn as a line [tokens].
+        points: (tokens, 2) states of one pair by their name.
+        title: the title of the figure.
+    """
+    figure = new_figure(title, 4.2)
+    every, sums, states = figure.subplots(1, 3)
+    largest = float(added.abs().max()) or 1.0
+    places = numpy.arange(len(added) + 1) - 0.5
+    image = every.pcolormesh(edges.numpy(), places, added.numpy(), cmap="RdBu_r", vmin=-largest, vmax=largest)
+    every.set(xscale="log", xlabel="distance [tokens]", ylabel="wavelength [tokens] (number of the pair)")
+    every.set_yticks(list(rows), list(rows.values()))
+    every.invert_yaxis()
+    _plain(every, "What each pair adds to the logit")
+    add_bar(figure, image, [every], "logit", "neither")
+    sums.plot(edges[:-1], together[0], color="black")
+    sums.set(xscale="log", xlabel="distance [tokens]", ylabel="logit of the mean query and key, D(p)")
+    mark_position(sums, context, "context")
+    _plain(sums, "All pairs")
+    attention = sums.twinx()
+    attention.plot(edges[:-1], together[1], color=COLORS[0])
+    attention.set_ylabel("attention that it gives", fontsize=9, color=COLORS[0])
+    attention.tick_params(labelsize=8)
+    for color, (name, values) in zip((*COLORS[:2], "black"), points.items(), strict=False):
+        states.scatter(*values.numpy().T, s=10, alpha=0.5, color=color, linewidths=0, label=name, rasterized=True)
+    states.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    states.axvline(0, color="0.8", linewidth=0.8, zorder=0)
+    states.set(xlabel="first feature", ylabel="second feature")
+    states.legend(frameon=False, fontsize=8)
+    _plain(states, "The longest pair, token by token")
+    return figure
+
+
 def _plain(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.tick_params(labelsize=8)
