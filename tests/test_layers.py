@@ -211,17 +211,6 @@ def test_no_import_cycle() -> None:
     assert cycle(SOURCES) is None
 
 
-def test_no_two_classes_share_a_name() -> None:
-    """One name with two meanings sends a reader to the wrong place."""
-    homes: dict[str, list[str]] = {}
-    for module, source in SOURCES.items():
-        if folder_of(module) not in OUTSIDE:
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.ClassDef):
-                    homes.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
-
-
 def test_a_public_name_is_no_module() -> None:
     """Importing ``rope_patch.compare``, were there one, would put the module in the place of the function."""
     import rope_patch
