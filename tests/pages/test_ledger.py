@@ -37,6 +37,7 @@ def test_each_cell_stands_once_and_what_was_not_measured_is_empty(ledger):
     assert ["SmolLM2-135M-Instruct", "longrope", "8192", "16384"] in [row[:4] for row in empty]
 
 
+@pytest.mark.full  # it runs a comparison
 def test_a_comparison_is_taken_or_refused_with_the_reason(ledger, tmp_path):
     asked = ("--lengths", "64", "--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report")
     words = ("compare", LLAMA, "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)

@@ -56,14 +56,11 @@ def gemma(table):
     return math.exp(loss("gemma3", table, "49152-65536", 65536))
 
 
-def toy(table, factor):
-    """Return what the study measured on the bundled Llama."""
-    return row(result("study_methods")["rows"], checkpoint="llama", table=table, factor=factor, lora=False)
-
-
 def passkeys(tables, factor):
     """Return the shares of passkeys that the bundled Llama finds at ``factor`` times its context."""
-    return [toy(table, factor)["passkey"][str(256 * factor)] for table in tables]
+    like = {"checkpoint": "llama", "factor": factor, "lora": False}
+    found = [row(result("study_methods")["rows"], table=table, **like) for table in tables]
+    return [each["passkey"][str(256 * factor)] for each in found]
 
 
 def lora_step(side):
