@@ -206,13 +206,13 @@ def families_page() -> str:
 
 
 def untrained(method: str, checkpoint: str) -> str:
-    """Return perplexity within and beyond the trained context, and the passkeys found, at 4 times without training."""
+    """Return perplexity within and beyond the trained context, and the share of passkeys found, at 4 times it."""
     like = {"checkpoint": checkpoint, "factor": 4, "method": method}
     results = ROOT / "benchmarks" / "results" / "every_method.json"
     rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
     (row,) = [row for row in rows if like.items() <= row.items()]
     found, asked = row["passkeys"]
-    return f"{row['within']['perplexity']:.1f}, {row['beyond']['perplexity']:.1f}, {found}/{asked}"
+    return f"{row['within']:.1f}, {row['beyond']:.1f}, {found / asked:.2f}"
 
 
 if __name__ == "__main__":

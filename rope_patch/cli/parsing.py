@@ -108,7 +108,8 @@ def _divided(
     usage = ["rope-patch", kind.command, "[options]"]
     for leaf in known:
         if leaf.positional:
-            usage.append(leaf.flag if leaf.default is MISSING else f"[{leaf.flag}]")
+            name = f"{leaf.flag} ..." if leaf.repeated else leaf.flag
+            usage.append(name if leaf.default is MISSING else f"[{name}]")
     parser = _Parser(
         usage=" ".join(usage),
         description=described(kind),

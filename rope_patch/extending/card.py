@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import metadata_load
+from huggingface_hub import EvalResult, metadata_load
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from rope_patch.checkpoints.folder_patch import BASE_CARD
 from rope_patch.checkpoints.source_files import loader_name
-from rope_patch.evaluation.compare import UNPATCHED
+from rope_patch.evaluation.compare import UNPATCHED, Comparison
 from rope_patch.evaluation.intervals import POPULATION
 from rope_patch.extending.explain import RULES
 from rope_patch.extending.result import Extended
@@ -86,6 +87,7 @@ def checkpoint_card(outcome: Extended, source: Path) -> str:
         base = Path(base).name
     elif base.count("/") == 1:  # a repository of the hub, which shows it as the base of this model
         head["base_model"] = base
+    head["model-index"] = _model_index(comparison, str(choice.label), f"{Path(base).name}-{outcome.options.length}")
     done = ""
     weights = comparison.environment.get("weights")
     if weights:
@@ -120,6 +122,30 @@ def base_card(source: Path) -> Path | None:
     """Return the path of the card of a folder, of an extended one that of its own base; None if there is none."""
     cards = [source / BASE_CARD, source / "README.md"]
     return next(filter(Path.is_file, cards), None)
+
+
+def _model_index(comparison: Comparison, label: str, name: str) -> list[dict[str, Any]]:
+    """Return the scores of a row as the hub reads them from the head of a card.
+
+    Args:
+        comparison: the comparison of methods.
+        label: the label of the row.
+        name: the name of the model.
+    """
+    row = [row.label for row in comparison.rows].index(label)
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="rope_patch",
+            dataset_name=comparison.text_name,
+            dataset_config=f"rope_patch {__version__}",
+            metric_type=column.metric,
+            metric_name=column.heading,
+            metric_value=round(column.values[row], 4),
+        )
+        for column in comparison.columns()
+    ]
+    return eval_results_to_model_index(name, results)
 
 
 def _front_matter(source: Path) -> dict[str, Any]:

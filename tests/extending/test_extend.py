@@ -106,6 +106,12 @@ def test_the_card_and_the_record_say_why(extended):
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert row[2] == after.scores.retrieval["passkey"].answered(512)
     assert record["evaluated"][0]["served_by"]["mlx"] == "" and "MLX" in page
+    (index,) = metadata_load(outcome.output / "README.md")["model-index"]
+    (result,) = index["results"]
+    place = outcome.comparison.rows.index(after)
+    scores = {column.heading: pytest.approx(column.values[place], abs=1e-4) for column in outcome.comparison.columns()}
+    assert {metric["name"]: metric["value"] for metric in result["metrics"]} == scores
+    assert index["name"].endswith("-512") and result["dataset"]["name"] == outcome.comparison.text_name
     again = parse_words(ExtendOptions, ["--recipe", str(outcome.output / "extend.yaml"), "-o", "again"])
     assert again.settings == outcome.options
     assert record["options"] == json.loads(json.dumps(to_dict(outcome.options)))
