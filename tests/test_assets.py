@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from support.reference_recipe import load_recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.tiny import bundled_model
+from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.retrieval.measure import retrieval
@@ -19,9 +19,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def bundled(request):
-    folder = rope_patch.data_path("assets") / request.param
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return request.param, model, AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / request.param)
+    return request.param, bundled_model(request.param), tokenizer
 
 
 @pytest.mark.full

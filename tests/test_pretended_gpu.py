@@ -13,9 +13,10 @@ from support import pretended_gpu as gpu
 from support.gguf_files import write_toy
 from support.patches import lora
 from support.pretended_gpu import counted
+from support.prompting import ENGLISH, TOKENIZER
 from support.recipe_runs import needs_trl, script
 from support.tiny import DYNAMIC, small
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import rope_patch
 from rope_patch import EvalSpec
@@ -26,9 +27,8 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.options.shared import Machine
 from rope_patch.patching.cache_argument import cache_argument
 
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 TEXT = rope_patch.data_path("assets") / "domains" / "english.txt"
-IDS = TOKENIZER(TEXT.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0, :1024]
+IDS = TOKENIZER(ENGLISH, return_tensors="pt", verbose=False).input_ids[0, :1024]
 SPEC = EvalSpec(lengths=[256], depths=[0.5], samples=1, windows=1, text=str(TEXT), haystack=str(TEXT))
 FORMATS = ["int4.token;residual=4", "k=turboquant4.hadamard;v=uniform4", "k=int4.channel4.pre;v=fp8-scaled"]
 
@@ -64,16 +64,6 @@ def test_devices_do_not_mix_and_waits_are_counted(tmp_path):
     for call in (there.tolist, there.sum().item, lambda: there[there > 0], lambda: here.to("cuda")):
         assert counted(call) == 1
     assert counted(lambda: there.to("cuda:1") * 2) == 0
-
-
-@gpu.on("cuda")
-def test_a_patched_model_is_saved_verified_and_restored(tmp_path):
-    model = patched()
-    rope_patch.save(model, tmp_path / "saved", tokenizer=TOKENIZER)
-    rope_patch.verify(tmp_path / "saved")
-    assert rope_patch.doctor(model).ok
-    rope_patch.restore(model)
-    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), small().model.rotary_emb.inv_freq)
 
 
 @gpu.on("cuda")
@@ -203,6 +193,9 @@ def test_a_model_on_two_gpus(tmp_path):
         rope_patch.perplexity(model, IDS[:128], window=128, cache=cache)
     rope_patch.save(model, tmp_path / "saved", tokenizer=TOKENIZER)
     rope_patch.verify(tmp_path / "saved")
+    assert rope_patch.doctor(model).ok
+    rope_patch.restore(model)
+    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), small().model.rotary_emb.inv_freq)
 
 
 @gpu.on("mps")

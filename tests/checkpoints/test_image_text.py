@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.round_trip import assert_same
-from support.tiny import SIZE, logits
+from support.tiny import LLAMA, SIZE, logits
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import rope_patch
@@ -74,5 +74,5 @@ def test_doctor_reads_it_and_claims_nothing_of_programs_whose_code_was_not_compa
 
 def test_lm_eval_loads_it(patched):
     _, root = patched
-    model = RopePatchLM(str(root / "patched"), tokenizer=str(rope_patch.data_path("assets") / "llama"), device="cpu")
+    model = RopePatchLM(str(root / "patched"), tokenizer=str(LLAMA), device="cpu")
     assert_same(model.model, rope_patch.load(root / "patched"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.patches import edit_json, lora, patched_model, training_begun
+from support.patches import config_of, edit_json, lora, patched_model, training_begun
 from support.round_trip import assert_same
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
@@ -17,10 +17,6 @@ import rope_patch
 from rope_patch import PatchError
 from rope_patch.checkpoints import folder_patch as folders
 from rope_patch.patching.older_keys import OLDER_FAIL, older_keys
-
-
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
 
 
 def saved(tmp_path, family, method, **options):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support.hub import cached_repository
+from support.tiny import LLAMA
 from transformers import AutoTokenizer
 
 import rope_patch
-
-LLAMA = rope_patch.data_path("assets") / "llama"
-
 
 # --- what is no checkpoint --------------------------------------------------------------------------------------------
 

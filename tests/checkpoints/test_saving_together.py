@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forks import together
-from support.patches import patched_model
+from support.patches import patched_model, read_json
 from support.tiny import ids, logits
 
 import rope_patch
@@ -36,4 +36,4 @@ def save_in_every_way(rank, root):
 
 def test_every_way_of_saving_writes_a_whole_folder_once(tmp_path):
     together(lambda rank: save_in_every_way(rank, tmp_path), tmp_path)
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[True] * 4, []]] * 2
+    assert [read_json(tmp_path / f"{rank}.json") for rank in range(2)] == [[[True] * 4, []]] * 2

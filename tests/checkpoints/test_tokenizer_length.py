@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from support.patches import edit_json, training_begun
-from support.tiny import tiny_model
+from support.patches import edit_json, read_json, training_begun
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
@@ -18,7 +16,7 @@ TEXT = "one " * 400
 
 @pytest.fixture
 def tokenizer():
-    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=64)
+    return AutoTokenizer.from_pretrained(LLAMA, model_max_length=64)
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_a_tokenizer_that_was_raised_before_is_restored_to_the_first_length(plai
     rope_patch.save(model, tmp_path / "twice", tokenizer=AutoTokenizer.from_pretrained(tmp_path / "once"))
     assert (length_of(tmp_path / "once"), length_of(tmp_path / "twice")) == (128, 256)
     restore_folder(tmp_path / "twice", tmp_path / "restored")
-    settings = json.loads((tmp_path / "restored" / "tokenizer_config.json").read_text())
+    settings = read_json(tmp_path / "restored" / "tokenizer_config.json")
     assert settings["model_max_length"] == 64 and "rope_patch" not in settings
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.patches import lora, patched_model
+from support.patches import lora, patched_model, read_json
 from support.tiny import logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -122,7 +121,7 @@ def test_names_that_transformers_changes_on_the_way_are_followed(tmp_path):
     """Mixtral's experts are one tensor in memory, and one each in the folder; shards are read as one."""
     model = tiny_model("mixtral", num_local_experts=4)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index = read_json(tmp_path / "model.safetensors.index.json")
     assert any("experts.3." in name for name in index["weight_map"]) and len(set(index["weight_map"].values())) > 1
     assert wrong_tensors(tmp_path, model) == ""
 

@@ -93,7 +93,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
         (("apply", "{base}", "linear", "-o", "{out}"), "rope_type 'linear' is written by the method 'pi'"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
@@ -103,7 +102,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
         (("doctor", "{base}/.."), "/base?"),
         (("doctor", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
         (("doctor", "{base}", "--for", "tgi"), "unknown program 'tgi'. Known: "),
-        (("recipes", "copy", "{full}"), "is not empty"),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
     ],
 )

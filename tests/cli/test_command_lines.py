@@ -10,8 +10,8 @@ import shutil
 import pytest
 from support.commands import MEASURE, fail, invoke
 from support.gguf_files import rewritten, write_toy
-from support.patches import lora, patched_model
-from support.tiny import tiny_model
+from support.patches import config_of, lora, patched_model, read_json
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -29,7 +29,6 @@ COMMANDS = {
     "compare": ("compare", "DIR", "--methods", "default", *MEASURE, "-o", "out"),
     "analyze": ("analyze", "DIR", "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o", "out"),
 }
-BUNDLED = rope_patch.data_path("assets") / "llama"
 BUILD = "transformers cannot build the model|no tokenizer that can be loaded"
 CONFIGS = {
     "unknown rope_type": ({"rope_parameters": {"rope_type": "nonsense"}}, BUILD),
@@ -66,7 +65,7 @@ def record(checkpoints, tmp_path):
     """The patch record of the patched checkpoint, which is copied with the adapter."""
     for name in ("patched", "adapter"):
         shutil.copytree(checkpoints / name, tmp_path / name)
-    return json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
+    return config_of(tmp_path / "patched")["rope_patch"]
 
 
 def refused(folder, *words) -> str:
@@ -81,7 +80,7 @@ def refused(folder, *words) -> str:
 
 
 def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(read_json(path) | changes))
 
 
 @pytest.mark.parametrize(
@@ -96,25 +95,16 @@ def edit(path, **changes):
 def test_a_config_that_describes_no_model(checkpoints, tmp_path, damage, command):
     changes, message = CONFIGS[damage]
     # What measures needs a tokenizer, too, and reads it first.
-    shutil.copytree(BUNDLED if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
+    shutil.copytree(LLAMA if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", **changes)
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
     assert re.search(message, refused(tmp_path, *words))
 
 
-MEASURING = {
-    "compare": COMMANDS["compare"],
-    "analyze": COMMANDS["analyze"],
-    "kv-check": ("kv-check", "DIR", "--formats", "kivi-4", "--lengths", "64", "-o", "out"),
-    "extend": ("extend", "DIR", "--length", "512", "-o", "out"),
-}
-
-
-@pytest.mark.parametrize("command", MEASURING)
-def test_an_adapter_that_does_not_fit_is_not_measured_as_its_base(tmp_path, command):
-    folder = rope_patch.save(lora(rope_patch.load(BUNDLED, "yarn:factor=4", target_length=1024)), tmp_path / "adapter")
+def test_an_adapter_that_does_not_fit_is_not_measured_as_its_base(tmp_path):
+    folder = rope_patch.save(lora(rope_patch.load(LLAMA, "yarn:factor=4", target_length=1024)), tmp_path / "adapter")
     edit(folder / "adapter_config.json", target_modules=["k_proj"])
-    words = [word.replace("DIR", "adapter") for word in MEASURING[command]]
+    words = [word.replace("DIR", "adapter") for word in COMMANDS["compare"]]
     assert "unknown to the model: base_model.model" in refused(tmp_path, *words)
 
 
@@ -149,14 +139,14 @@ def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, tex
 RECORDS = {
     "method": ([None, {}, {"method": "yarn", "factor": [1]}, {"method": "chain", "steps": [3]}]),
     "layer_types": ([None, [], [3]]),
-    "tables": ([None, {}, {"all": 3}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]),
+    "tables": ([None, {"all": 3}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]),
     "base_tables": ([None, {"other": None}]),
     "base_config": ([None, {"rope_parameters": {}, "max_position_embeddings": 0}]),
-    "target_length": (["x", 0, 2**63, True]),
-    "precision": ([None, "float16"]),
-    "freeze_at": (["x", -1]),
-    "edited": ([None, [None]]),
-    "schema": ([None, 99]),
+    "target_length": ([0, 2**63, True]),
+    "precision": (["float16"]),
+    "freeze_at": ([-1]),
+    "edited": ([None]),
+    "schema": ([99]),
 }
 
 
@@ -248,7 +238,6 @@ def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, key, value):
 
 METHODS = [
     "yarn:factor=1e308",
-    "yarn:factor=4:beta_fast=1e308:beta_slow=1e-308",
     "yarn:factor=4:beta_fast=1e-320:beta_slow=1e-322",
     "yarn:factor=4:mscale=1:mscale_all_dim=-7.213475204444817",
     "yarn:factor=4:attention_factor=1e300",
@@ -274,7 +263,7 @@ TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json"
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TOKENIZERS.items() for text in texts])
 def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
-    shutil.copytree(BUNDLED, tmp_path / "model")
+    shutil.copytree(LLAMA, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
     words = [word.replace("DIR", "model") for word in COMMANDS["compare"]]
     assert "model has no tokenizer" in refused(tmp_path, *words)
@@ -282,7 +271,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
 def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
-    shutil.copytree(BUNDLED, tmp_path / "model")
+    shutil.copytree(LLAMA, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     for command in ("apply", "export", "compare"):
@@ -291,13 +280,13 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
 
 WRITING = {
     "apply": ("apply", "BASE", "abf", "-o"),
-    "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o"),
-    "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE, "-o"),
+    "analyze": ("analyze", LLAMA, "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o"),
+    "compare": ("compare", LLAMA, "--methods", "default", *MEASURE, "-o"),
     "export": ("export", "BASE", "--to", "hf", "-o"),
     "restore": ("restore", "PATCHED", "-o"),
     "doctor": ("doctor", "PATCHED", "--repair", "-o"),
-    "kv-check": ("kv-check", BUNDLED, "--formats", "int8-token", *MEASURE, "-o"),
-    "extend": ("extend", BUNDLED, "--length", "1k", "--no-report", "-o"),
+    "kv-check": ("kv-check", LLAMA, "--formats", "int8-token", *MEASURE, "-o"),
+    "extend": ("extend", LLAMA, "--length", "1k", "--no-report", "-o"),
     "demo": ("demo", "-o"),
     "finetune": ("finetune", "--smoke", "-o"),
     "recipes": ("recipes", "copy"),

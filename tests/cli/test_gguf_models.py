@@ -6,23 +6,18 @@ import json
 
 import gguf
 import pytest
-import torch
 from support.commands import MEASURE, fail, invoke, run
 from support.gguf_files import quantized, write_toy
-from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import rope_patch
-
-BUNDLED = rope_patch.data_path("assets") / "llama"
+from support.prompting import TOKENIZER
+from support.tiny import LLAMA, bundled_model, tiny_model
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """The bundled Llama in Q8_0."""
     folder = tmp_path_factory.mktemp("gguf")
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    plain = write_toy(model, folder / "plain.gguf", AutoTokenizer.from_pretrained(BUNDLED))
+    model = bundled_model()
+    plain = write_toy(model, folder / "plain.gguf", TOKENIZER)
     return quantized(plain, folder / "model.gguf", "Q8_0")
 
 
@@ -34,8 +29,6 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     assert fields.get_field("llama.rope.scaling.attn_factor") is not None
     assert fields.get_field("llama.context_length").contents() == 1024, "what llama-server lets a prompt have"
     assert run("doctor", out)
-    stated = run("apply", file, "yarn", "--target-length", "1k", "-o", tmp_path / "1k.gguf")
-    assert "-c 1024 runs it" in stated and "context 256 tokens before, 1024 after" in stated
     based = run("apply", file, "abf", "factor=4", "-o", tmp_path / "abf.gguf")
     assert "the file states 256 tokens, and llama.cpp reads no more" in based
 
@@ -87,7 +80,7 @@ def test_what_measures_says_and_records_that_weights_are_dequantized(file, tmp_p
 
 
 def test_plan_reads_the_shape_of_a_file(file):
-    of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, BUNDLED))
+    of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, LLAMA))
     assert of_file["parameters"] == of_folder["parameters"] and of_file["parts_bytes"] == of_folder["parts_bytes"]
 
 

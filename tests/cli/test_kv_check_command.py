@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.commands import invoke
-from support.patches import lora
+from support.patches import config_of, lora, read_json
 from support.prompting import ENGLISH, TOKENIZER
 from support.report_pages import Page
 from support.tiny import small
@@ -53,7 +52,7 @@ def test_the_command_writes_what_it_says(folder, given, tmp_path):
     printed = command(folder, *given, "-o", out)
     written = {"finished.jsonl", "kv-check.html", "kv-check.json"}
     assert {path.name for path in out.iterdir()} == written
-    data = json.loads((out / "kv-check.json").read_text())
+    data = read_json(out / "kv-check.json")
     assert [(row["method"], row["format"]) for row in data["rows"]] == [
         (method, name) for method in ("default", "p_rope:p=0.5") for name in ("none", *FORMATS)
     ]
@@ -70,7 +69,7 @@ FP8 = ("--formats", "vllm:fp8", "--lengths", "40", "--windows", "1", "--tasks", 
 
 def formats_in(out):
     """The rows of a check: the text of each format, by its name."""
-    return {row["format"]: row["format_text"] for row in json.loads((out / "kv-check.json").read_text())["rows"]}
+    return {row["format"]: row["format_text"] for row in read_json(out / "kv-check.json")["rows"]}
 
 
 def test_scales_of_a_checkpoint_are_named_and_used(folder, tmp_path):
@@ -97,17 +96,17 @@ def test_calibrated_scales_are_written_where_vllm_reads_them(folder, given, tmp_
         for layer, *both in scales
         for which, scale in zip("kv", both, strict=True)
     }
-    config = json.loads((tmp_path / "vllm-fp8" / "config.json").read_text())
+    config = config_of(tmp_path / "vllm-fp8")
     quantization = config.pop("quantization_config")
-    assert config == json.loads((folder / "config.json").read_text())
+    assert config == config_of(folder)
     assert (quantization["quant_method"], quantization["kv_cache_scheme"]["num_bits"]) == ("compressed-tensors", 8)
     assert own_scales(tmp_path / "vllm-fp8") == tuple(map(pytest.approx, scales))
-    index = json.loads((tmp_path / "vllm-fp8" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = read_json(tmp_path / "vllm-fp8" / "model.safetensors.index.json")["weight_map"]
     assert index.keys() - written.keys() == load_file(folder / "model.safetensors").keys()
     assert not (tmp_path / "vllm-fp8" / "model.safetensors").exists(), "transformers would read no other file"
     small().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     write_scales(tmp_path / "shards", tmp_path / "served", scales)
-    index = json.loads((tmp_path / "served" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = read_json(tmp_path / "served" / "model.safetensors.index.json")["weight_map"]
     assert index["model.layers.1.self_attn.v_scale"] == "scales.safetensors" and len(index) > len(written)
 
 
@@ -132,7 +131,7 @@ def test_written_scales_replace_those_of_a_checkpoint_which_stay_as_they_are(tmp
 def test_calibration_is_refused_where_it_cannot_be_written_or_means_nothing(folder, given, tmp_path):
     asked = ("--lengths", "40", "--calibrate", "builtin", "-o", tmp_path / "out")
     assert_refused(("kv-check", folder, "--formats", "kivi-2", *asked), "add vllm:fp8")
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    config = config_of(folder) | {"quantization_config": {"quant_method": "awq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_refused(("kv-check", tmp_path, "--formats", "vllm:fp8", *asked), "awq")
 
@@ -160,16 +159,15 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     assert result.exit_code == 2 and json.loads(result.stdout)["spec"]["lengths"] == [40]
 
 
-def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
+def test_an_adapter_is_named_with_its_patch(folder, tmp_path):
     rope_patch.save(lora(rope_patch.load(folder, "yarn:factor=4")), tmp_path / "tuned")
     asked = ("--formats", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
     printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
-    data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
+    data = read_json(tmp_path / "out" / "kv-check.json")
     assert data["model"] == "tuned" and data["methods"]["default"]["patch"] == "yarn:factor=4"
     page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
     assert all("default: yarn:factor=4, as loaded" in text for text in (printed, page_text))
     assert "rounds nothing" in printed and "undecided" not in printed
-    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)
 
 
 def test_help_and_list_name_every_preset():

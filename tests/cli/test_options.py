@@ -8,15 +8,12 @@ import shutil
 import pytest
 import torch
 from support.commands import MEASURE, fail, run
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 
 import rope_patch
 from rope_patch.checkpoints.source_files import on_device
 from rope_patch.cli.loading import check_device, cpu_type, load_model
 from rope_patch.options.shared import Machine
-
-BUNDLED = rope_patch.data_path("assets") / "llama"
-
 
 # --- the machine -----------------------------------------------------------------------------------------------------
 
@@ -35,9 +32,7 @@ def test_weights_are_sent_to_a_device_but_not_to_a_cpu(device, arguments):
     ("stored", "architecture", "has", "expected"),
     [
         (torch.bfloat16, "x86_64", "avx512_bf16", torch.bfloat16),
-        (torch.bfloat16, "x86_64", "amx_bf16", torch.bfloat16),
         (torch.bfloat16, "x86_64", "avx512_fp16", torch.float32),
-        (torch.float16, "x86_64", "avx512_bf16", torch.float32),
         (torch.float16, "x86_64", "avx512_fp16", torch.float16),
         (torch.bfloat16, "arm64", "neon", torch.bfloat16),  # not known: as the checkpoint says
         (torch.float32, "x86_64", "avx512_bf16", torch.float32),
@@ -70,7 +65,7 @@ def test_balanced_without_a_gpu_is_refused():
 def dynamic(tmp_path_factory):
     """The bundled checkpoint with a table that transformers recomputes as texts grow."""
     folder = tmp_path_factory.mktemp("dynamic") / "model"
-    shutil.copytree(BUNDLED, folder)
+    shutil.copytree(LLAMA, folder)
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(config))

@@ -64,11 +64,8 @@ def test_flags_and_null():
     [
         ((*COMPARE, "--lenghts", "1k"), "unknown option --lenghts. Did you mean '--lengths'?"),
         (COMPARE[:3], "missing --lengths TOKENS: "),
-        (COMPARE[1:], "missing MODEL"),
         ((*COMPARE, "--chunk"), "--chunk needs a value"),
         ((*COMPARE, "--chunk", "8kk"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '8kk'"),
-        ((*COMPARE, "--chunk", "-16k"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '-16k'"),
-        ((*COMPARE, "--budget", "1m"), "unknown option --budget. "),
         ((*COMPARE, "--samples", "many"), "samples must be a whole number, got 'many'"),
         ((*COMPARE, "--samples", "0"), "samples must be >= 1, got 0"),
         ((*COMPARE, "--chat-template", "yes"), "chat_template must be one of auto, on, off, got 'yes'"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.commands import DOMAINS, run
 from support.report_pages import row
+from support.tiny import LLAMA
 
-from rope_patch import data_path
-from rope_patch.cli.printing import FILE_WIDTH, new_table, show, show_page
+from rope_patch.cli.printing import show_page
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.reports.comparison import page
 
@@ -34,13 +34,6 @@ def test_compare_shows_the_answer_first_then_scores_and_differences(capsys):
     assert "; passkey 4: +0.00 (" in last and "; passkey 8: −0.22 (" in last
 
 
-def test_prose_in_a_table_is_wrapped_where_a_number_is_not(capsys):
-    table = new_table("name", "what it is")
-    table.add_row("q8_0", "blocks of 32 numbers with a scale each " * 20)
-    show(table)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= FILE_WIDTH
-
-
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_a_narrow_terminal_keeps_names_and_numbers(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -59,7 +52,7 @@ def test_a_narrow_terminal_keeps_names_and_numbers(capsys, monkeypatch, width):
 def test_perplexity_is_measured_and_reported_alone(tmp_path, words):
     command, *words = words
     words += ["--tasks", "", "--lengths", "64 512", "--windows", "2", "--text", DOMAINS, "-o", tmp_path]
-    printed = run(command, data_path("assets") / "llama", *words)
+    printed = run(command, LLAMA, *words)
     assert "perplexity" in printed and "exact match" not in printed and "no prompt" not in printed
     (report,) = tmp_path.glob("*.html")
     text = report.read_text()

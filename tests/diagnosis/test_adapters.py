@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 from peft import PeftModel
-from support.patches import edit_json, lora, patched_model
+from support.patches import edit_json, lora, patched_model, read_json
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -76,6 +75,6 @@ def test_a_merge_whose_config_takes_a_key_from_the_other_model(taken, tmp_path):
     yarn = rope_patch.save(patched_model("yarn:factor=4", target_length=256), tmp_path / "yarn")
     other = rope_patch.save(patched_model("pi:factor=2", target_length=128), tmp_path / "pi")
     assert doctor(yarn).ok
-    theirs = json.loads((other / "config.json").read_text())
+    theirs = read_json(other / "config.json")
     edit_json(yarn / "config.json", lambda config: config.update({taken: theirs[taken]}))
     assert doctor(yarn).status == 1

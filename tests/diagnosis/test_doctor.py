@@ -13,7 +13,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.commands import fail, invoke
-from support.patches import edit_json, lora, module_of, patched_model
+from support.patches import config_of, edit_json, lora, module_of, patched_model
 from support.tiny import PLAIN, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
@@ -26,6 +26,7 @@ import rope_patch
 from rope_patch import Diagnosis, doctor
 from rope_patch.checkpoints.folder_patch import patch_folder
 from rope_patch.diagnosis.check import Check
+from rope_patch.patching.older_keys import stated_twice
 
 BROKEN = {}
 """For each function that breaks a model: the check that differs, and a part of what it says."""
@@ -156,12 +157,6 @@ def a_folder_with_the_weights_of_another_model(folder):
     return with_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
 
 
-@broken("weights files", "truncated")
-def a_folder_whose_weights_are_cut(folder):
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
 @broken("config", "rope_theta is 0")
 def a_folder_with_a_base_of_0(folder):
     edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=0))
@@ -262,7 +257,7 @@ TWICE = {
 def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name, tmp_path):
     family, stated, equal, other = TWICE[name]
     tiny_model(family, max_position_embeddings=256).save_pretrained(tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config = config_of(tmp_path / "base")
     del config["rope_parameters"]
     for values, status in ((equal, 0), (other, 1)):
         (tmp_path / "base" / "config.json").write_text(json.dumps(config | stated | values))
@@ -280,8 +275,6 @@ def test_a_setting_that_is_stated_twice_is_named_where_the_values_disagree(name,
 
 @pytest.mark.parametrize(("older", "newer"), [("su", "longrope"), ("mrope", "default")])
 def test_another_name_of_a_type_disagrees_with_nothing(older, newer):
-    from rope_patch.patching.older_keys import stated_twice
-
     stated = {"rope_scaling.type": older, "rope_scaling.rope_type": newer}
     assert not stated_twice(stated, {"rope_type": newer})
 

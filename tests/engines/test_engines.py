@@ -18,7 +18,7 @@ from support.gguf_files import rewritten, write_toy
 from support.patches import edit_json
 from support.program_options import flags
 from support.prompting import ENGLISH
-from support.tiny import tiny_model
+from support.tiny import bundled_model, tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -35,10 +35,6 @@ LLAMA = ASSETS / "llama"
 METHODS = ("default", "pi:factor=4", "abf", "yarn:factor=4", "p_rope:p=0.5", "truncated", "irregular")
 
 
-def loaded():
-    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
-
-
 @functools.cache
 def tokenizer():
     return AutoTokenizer.from_pretrained(LLAMA, model_max_length=1 << 30)
@@ -51,7 +47,7 @@ def tokens():
 
 def patched(method):
     """The bundled Llama under a method."""
-    model = loaded()
+    model = bundled_model()
     if method == "irregular":
         rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07))
     else:
@@ -125,7 +121,7 @@ def quantized(path, out, kind):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A GGUF of the bundled Llama before any patch."""
-    return write_toy(loaded(), tmp_path_factory.mktemp("llama") / "base.gguf", tokenizer())
+    return write_toy(bundled_model(), tmp_path_factory.mktemp("llama") / "base.gguf", tokenizer())
 
 
 @pytest.mark.parametrize("method", METHODS)

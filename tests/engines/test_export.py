@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
 from support.commands import fail, fail_without_a_trace, invoke, run
 from support.gguf_files import write_toy
-from support.patches import edit_json, lora, saved_with
+from support.patches import config_of, edit_json, lora, read_json, saved_with
 from support.prompting import TOKENIZER
 from support.subsets import byte_level_llama, covering
-from support.tiny import ARCHITECTURES, YARN, logits, tiny_model
+from support.tiny import ARCHITECTURES, YARN, bundled_model, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -24,7 +22,6 @@ from rope_patch.engines.programs import PROGRAMS, UNVERIFIED
 from rope_patch.gguf.patch import patch_gguf
 from rope_patch.patching.verify import inspect_model
 
-BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
 
 
@@ -53,10 +50,6 @@ def version_of(to):
     return transformers.__version__ if to == "hf" else PROGRAMS[to].version
 
 
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
 TO = [*((family, "vllm") for family in ARCHITECTURES), ("llama", "hf"), ("gemma3", "hf"), ("phi3", "sglang")]
 
 
@@ -74,7 +67,7 @@ def test_the_same_table_is_read_back(family_to, method, tmp_path):
         reasons = ("nothing but rope_theta", "gemma4", "recomputes")
         assert any(reason in str(refused) for reason in reasons)
         return
-    assert report == json.loads((out / "export.json").read_text())
+    assert report == read_json(out / "export.json")
     assert report["checked_against"] == version_of(to)
     plain = AutoModelForCausalLM.from_pretrained(out)
     # transformers' own types are said as they are to it; the longrope form may miss the last bit of a frequency.
@@ -146,7 +139,7 @@ def test_a_model_in_memory_is_exported_as_its_folder_is(base, tmp_path):
 
 
 def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED)
+    model = bundled_model()
     rope_patch.export(model, tmp_path / "out", to="sglang", method="pi", target_length=1024)
     assert config_of(tmp_path / "out")["max_position_embeddings"] == 1024
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 1024
@@ -172,7 +165,7 @@ def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, words, dtype):
     first = tmp_path / "a.gguf"
     out = tmp_path / "out"
     text = "Once upon a time, there was a dog."
-    write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, TOKENIZER)
+    write_toy(bundled_model(), plain, TOKENIZER)
     patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
     assert "dequantizing" in invoke("export", first, "--to", "hf", *words, "-o", out).stderr.splitlines()[0]
     stock = AutoModelForCausalLM.from_pretrained(out)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from support.commands import run
 from support.engine_folders import METHODS, PROMPT, TARGET, method_of, prompt, random_folders, toys
 from support.engine_forms import stated_of
 from support.engines import Case, answers, difference, report
+from support.patches import config_of
 
 from rope_patch.engines.compare_programs import ProgramReading, compare_programs
 
@@ -42,7 +42,7 @@ def cases(folders) -> list[Case]:
     ids = prompt()
     found = []
     for name, path in folders.items():
-        context = json.loads((path / "config.json").read_text())["max_position_embeddings"]
+        context = config_of(path)["max_position_embeddings"]
         found.append(Case(name, path, ids[: min(PROMPT, context)], name))
     return found
 
@@ -168,7 +168,7 @@ def test_sglang_builds_the_tables_that_its_source_was_read_to_build(cases, tmp_p
     stated = {}
     for case in cases:
         with contextlib.suppress(ValueError):
-            found = stated_of(json.loads((case.path / "config.json").read_text()))
+            found = stated_of(config_of(case.path))
             if found.model_type in sglang_reader.FAMILIES and not sglang_reader.answer_of(found).unread:
                 stated[case] = found
     answered = answers("sglang", tmp_path, list(stated), script="sglang_tables.py")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from support.commands import fail, run
-from support.patches import saved_with
+from support.patches import config_of, read_json, saved_with
 from support.program_options import flags
 from support.subsets import covering
 from support.tiny import tiny_model
@@ -76,7 +76,7 @@ def test_a_scaling_of_the_checkpoint_does_not_stay_beside_the_new_keys(kind, pro
     rope_patch.apply(patched, "ntk:factor=4")
     keys = flags(source, "ntk:factor=4", program).settings
     path = tmp_path / "base" / "config.json"
-    stated = json.loads(path.read_text()) | keys
+    stated = read_json(path) | keys
     path.write_text(json.dumps({key: value for key, value in stated.items() if value is not None}))
     ids = torch.arange(200)[None] % 60
     with torch.no_grad():  # transformers 5 reads the older keys as version 4 does
@@ -86,7 +86,7 @@ def test_a_scaling_of_the_checkpoint_does_not_stay_beside_the_new_keys(kind, pro
 
 def test_a_checkpoint_that_lost_its_base_is_refused(tmp_path):
     folder = saved_with(tiny_model(), tmp_path / "base")
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     config["rope_parameters"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="without its base"):

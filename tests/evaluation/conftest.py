@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.prompting import TOKENIZER
-from transformers import AutoModelForCausalLM
-
-import rope_patch
+from support.tiny import bundled_model
 
 
 @pytest.fixture(scope="session")
 def bundled():
     """Its model in float32 and its tokenizer; a patch must be taken off again."""
-    folder = rope_patch.data_path("assets") / "llama"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), TOKENIZER
+    return bundled_model(), TOKENIZER
 
 
 @pytest.fixture(scope="session")

@@ -121,11 +121,9 @@ def answered_by(*shares):
     ("right", "trained", "words"),
     [
         ({"default": (0.5, 0.0)}, 64, ("without a patch", "5 of 10", "64", "--tasks")),
-        ({"default": (1.0, 0.7)}, 128, ("7 of 10", "128")),  # the worst within it
         ({"default": (0.3, 0.0), "yarn": (1.0, 0.0)}, 64, ("without a patch", "3 of 10")),
         ({"yarn": (0.6, 0.0), "pi": (0.3, 0.0)}, 64, ("6 of 10", "not measured")),
         ({"default": (0.8, 0.0)}, 64, ()),  # .8 of .75
-        ({"default": (0.0, 0.0)}, 32, ()),  # nothing was measured within the trained length
         ({"yarn": (0.8, 0.0), "pi": (0.0, 0.0)}, 64, ()),  # one method does, so the task is not too hard
     ],
 )

@@ -12,7 +12,7 @@ from scipy import stats
 from support.commands import DOMAINS, invoke
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
-from support.patches import lora, module_of
+from support.patches import lora, module_of, read_json
 from support.prompting import HAY
 from support.scored import spy_ids
 
@@ -40,8 +40,6 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "pair"),
         ([], {}, "methods"),
-        (["pi:factor=4", "pi:factor=4.0"], {}, "differ"),
-        (["default"], {"windows": 10**6}, "windows"),
         (["default"], {"lengths": (64, 20)}, "passkey"),
         (["default"], {"text": " "}, "text"),
     ]:
@@ -228,7 +226,7 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
     result = invoke("compare", folder, *asked, "-o", out, "--no-report")
     assert result.exit_code == 0, result.output
-    data = json.loads((out / "comparison.json").read_text())
+    data = read_json(out / "comparison.json")
     yarn = data["rows"][0]["tables"][0]["inv_freq"]
     assert yarn == list(rope_patch.verify(model).tables["all"].inv_freq)
     assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=2"]  # from the longest length

@@ -46,9 +46,3 @@ def test_the_mean_is_over_tasks_and_pairs_haystacks_by_their_number():
     assert first == effective_sentence("default", scores_of_all)
     assert "Tasks of ruler" in shown and "niah_single_3 1100" in shown, "the tasks have a table of their own"
     assert "Log-probability" not in shown
-
-
-def test_the_sentence_has_both_thresholds():
-    sentence = effective_sentence("yarn", scores({4096: 0.8, 8192: 0.7}))
-    assert "no part of RULER-11 is right at 4096" in effective_sentence("default", scores({4096: 0.0}))
-    assert "effective length none by RULER's" in sentence and "4096 by 90% of its own mean at 4096" in sentence

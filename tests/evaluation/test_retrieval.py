@@ -13,8 +13,8 @@ from support.prompting import ANSWER, HAY, MAKER, ROOM, TOKENIZER, bold
 from support.reference_recipe import recipe
 from support.scored import Caches, check_reader, spy, spy_ids
 from support.subsets import full
-from support.tiny import tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache
+from support.tiny import bundled_model, tiny_model
+from transformers import DynamicCache
 
 import rope_patch
 from rope_patch.evaluation.intervals import wilson
@@ -25,11 +25,6 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.modeling.reader import Reader
 
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
-
-
-def bundled(shape):
-    folder = rope_patch.data_path("assets") / shape
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 class Rounded(DynamicCache):
@@ -76,12 +71,12 @@ def from_logits(model, prompt):
         ("passkey", "llama", "yarn:factor=4"),
         ("niah", "gemma3", "default"),
         ("niah_multivalue", "llama", "yarn:factor=4"),
-        ("niah_single_3", "gemma3", "default"),
+        pytest.param("niah_single_3", "gemma3", "default", marks=pytest.mark.full),
     ],
 )
 def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape, method):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
-    model = bundled(shape)
+    model = bundled_model(shape)
     columns = [MAKER.prompts(task, 400 + ROOM.get(task, 0), (0.0, 0.4, 1.0), sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
     check_reader(model)
@@ -163,7 +158,7 @@ def test_prompts_of_different_lengths_do_not_share_a_grid():
 @pytest.mark.parametrize(("batch_tokens", "cached"), [(1, True), full(2 * 400, False)])
 def test_exact_matches_are_those_of_greedy_generation(batch_tokens, cached):
     """At 400 tokens, of 256 that it was trained on, the model knows some."""
-    model = bundled("llama")
+    model = bundled_model()
     asked = {**ASKED, "lengths": [400]}
     columns = [MAKER.prompts("passkey", 400, ASKED["depths"], sample=i) for i in range(4)]
     cache = Caches(model) if cached else None

@@ -67,8 +67,8 @@ def half(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
     return best_half(measured(*rows, unpatched=unpatched).methods, tolerance, **options)
 
 
-def settled(*rows, tolerance=0.01, **options):
-    return is_settled(choose(*rows, tolerance=tolerance, **options), tolerance)
+def settled(*rows):
+    return is_settled(choose(*rows), 0.01)
 
 
 def test_what_is_clearly_worse_at_retrieval_is_dropped_first():
@@ -232,10 +232,10 @@ def test_a_perplexity_that_is_lower_by_far_needs_no_interval():
     assert levels == ["yes", "no"]
 
 
-def sentences(*rows, tolerance=0.01, **options):
+def sentences(*rows):
     found = measured(*rows)
-    settings = ExtendSettings("llama", TARGET, evaluation=EvalSpec((TARGET,)), tolerance=tolerance, **options)
-    return " ".join(explain(found, rank(found.methods, tolerance), settings, Path("out")))
+    settings = ExtendSettings("llama", TARGET, evaluation=EvalSpec((TARGET,)), tolerance=0.01)
+    return " ".join(explain(found, rank(found.methods, 0.01), settings, Path("out")))
 
 
 def test_sentences_have_the_numbers_of_this_run():

@@ -6,9 +6,9 @@ import pytest
 from lm_eval.models.huggingface import HFLM
 from support.prompting import bold
 from support.task_index import our_tasks
+from support.tiny import LLAMA
 from transformers import AutoTokenizer
 
-import rope_patch
 from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 def folder(request, tmp_path_factory):
     """The folder of a tokenizer with a chat template."""
     path = tmp_path_factory.mktemp("chatty")
-    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
     tokenizer.chat_template = request.param + TEMPLATE
     tokenizer.save_pretrained(path)
     return path

@@ -6,7 +6,6 @@ The stub has the hooks of axolotl 0.18.0 that the plug-in overrides.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -95,12 +94,9 @@ def test_what_is_saved_has_its_record(plugin, tmp_path):
     assert str(read_record(tmp_path / "out" / "checkpoint-1").to_method()) == "yarn:factor=4"
 
 
-def test_the_page_has_a_file_that_the_plug_in_takes_and_one_version_is_named(plugin):
+def test_the_page_has_a_file_that_the_plug_in_takes(plugin):
     page = (ROOT / "docs" / "trl.md").read_text("utf-8").partition("## axolotl")[2]
     written = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])
     module, _, name = plugin.get_input_args().rpartition(".")
     assert written["plugins"] == [f"{NAME}.{type(plugin).__name__}"] and written["base_model"]
     assert getattr(importlib.import_module(module), name)(rope_patch=written["rope_patch"])
-    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "rope_patch").rglob("*.py"), Path(__file__)]
-    texts = [file.read_text("utf-8") for file in files]
-    assert {version for text in texts for version in re.findall(r"axolotl (\d[\d.]*\d)", text)} == {"0.18.0"}

@@ -693,16 +693,6 @@ def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
     assert not torch.allclose(got, fake_quantize(keys[None], side)[0], atol=0.01)
 
 
-def test_errors_are_those_without_dropout():
-    model = tiny_model("phi", embd_pdrop=0.5)
-    row = ids(TOKENS, 1)[0]
-    scheme = Scheme.parse("int4.token")
-    expected = errors_of(model.eval(), row, scheme)
-    for one, other in zip(errors_of(model.train(), row, scheme), expected, strict=True):
-        assert torch.equal(one, other)
-    assert model.training
-
-
 # --- the engines of the evaluation
 
 

@@ -100,16 +100,12 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
     [
         ("", "Known: llama.cpp:q8_0"),
         ("kivi2", "Did you mean 'kivi-2'"),
-        ("mxfp4", "Did you mean 'nvfp4'"),  # of version 0.3, as are the next two
-        ("sglang:nvfp4-qkrot16", "Did you mean 'sglang:fp4_mx_block16'"),
-        ("sglang:fp4_mx_block16-qkrot16", "Did you mean 'sglang:fp4_mx_block16'"),
+        ("mxfp4", "Did you mean 'nvfp4'"),  # of version 0.3
         ("kivi-2.pre", "unknown cache format 'kivi-2.pre'"),
-        ("k=int5.token", "unknown cache format 'int5.token'"),
         ("k=int4.channel", "channelN with N tokens, got channel0"),
         ("k=none.token8", "full precision"),
         ("k=int4.hadamard48", "power of two, got hadamard48"),
         ("k=int4;v=int4.pre", "pre is for keys"),
-        ("kivi-2;skip=0+", "such as 0.-1, got '0.'"),
         ("kivi-2;sinks=-1", "sinks must be a whole number, got '-1'"),
         ("kivi-2;sink=1", "unknown part 'sink=1'. Known: k=, v="),
         ("k=int4.token;v=int4.tok", "unknown word 'tok' in 'int4.tok'"),
@@ -118,7 +114,6 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
         ("k=int4;v=int4;rope=int4.channel8", "blocks of tokens as other features"),
         ("k=int4;v=int4;rope=int4.pre", "pre is written in k="),
         ("k=none;v=int4;rope=full", "no rope"),
-        ("k=int4;v=int4;rope=ful", "Did you mean 'full'"),
         ("k=kvarn2.token16", "among all features of a token"),
     ],
 )
@@ -144,9 +139,7 @@ def test_schemes_made_in_python_are_checked(made, options, word):
 @pytest.mark.parametrize(
     ("text", "head_dim", "bits"),
     [
-        ("none", 128, 16.0),
         ("int2.channel32", 128, 2 + 32 / 32),  # scale and zero point of 16 bits each, 32 tokens
-        ("int4.token64", 16, 4 + 32 / 16),  # no group is longer than the head
         ("int8.token64", 80, 8 + 32 / 40),  # two groups of 80 features, of 64 and 16
         ("fp8", 64, 8.0),  # no scale
         ("fp8-scaled", 64, 8 + 32 / 64),  # a scale of 32 bits

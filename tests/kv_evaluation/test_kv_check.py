@@ -12,7 +12,7 @@ from support.evaluated import check_cache, compared
 from support.kv_rows import BASE, COST, by_hand, error, off
 from support.prompting import ENGLISH, TOKENIZER
 from support.scored import watched
-from support.tiny import YARN, ids, small
+from support.tiny import YARN, bundled_model, ids, small
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_patch
@@ -357,33 +357,6 @@ def test_progress_adds_up_to_what_was_announced_also_where_formats_are_unsafe_an
     assert [row.attribution is not None for row in check.rows] == [False, True, False] * 2
 
 
-def test_attribution_goes_on_where_it_was_stopped():
-    model = small()
-    finished = {}
-    five_passes = 5 * 2 * 56
-    read = []
-
-    def ask(stop=math.inf):
-        def count(stage, tokens):
-            if "attribution" in stage:
-                read.append(tokens)
-                if sum(read) >= stop:
-                    raise KeyboardInterrupt
-
-        read.clear()
-        with listen(count):
-            return check_cache(model, TOKENIZER, ["int2.token"], resume=finished, **ASKED)
-
-    check = ask()
-    whole = sum(read)
-    assert whole == 7 * 2 * 56 + 56, "keys, two layers, four remedies, and errors on one window"
-    finished.clear()
-    with pytest.raises(KeyboardInterrupt):
-        ask(stop=five_passes + 1)
-    assert ask().to_json() == check.to_json()
-    assert sum(read) == whole - five_passes
-
-
 def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
     model = small()
     path = tmp_path / "finished.jsonl"
@@ -439,7 +412,7 @@ def test_errors_before_anything_is_measured(tmp_path, changes, message):
 
 def planted(layers, pairs, size):
     """The bundled Llama with biases like Qwen's: long constant keys in slow pairs that no query looks at."""
-    base = AutoModelForCausalLM.from_pretrained(rope_patch.data_path("assets") / "llama", dtype=torch.float32)
+    base = bundled_model()
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict({**base.config.to_dict(), "attention_bias": True}))
     model.float().eval().load_state_dict(base.state_dict(), strict=False)
     heads = base.config.num_attention_heads

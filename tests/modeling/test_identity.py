@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.scored import bold_model
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
@@ -135,7 +135,7 @@ def test_what_was_changed_in_memory_shows_in_the_logits_of_fixed_tokens(change, 
 
 
 def test_an_ablated_mlp_shows_in_16_bits_too(monkeypatch):
-    model = rope_patch.load(rope_patch.data_path("assets") / "llama", dtype=torch.bfloat16)
+    model = rope_patch.load(LLAMA, dtype=torch.bfloat16)
     before, tolerance = identity.fixed_logits(model, 64)
     assert tolerance == identity.TOLERANCE_16
     ablated(model, monkeypatch)
@@ -144,7 +144,7 @@ def test_an_ablated_mlp_shows_in_16_bits_too(monkeypatch):
 
 def test_rounding_of_another_machine_is_no_change():
     """As a cache in chunks rounds otherwise in float32, and float32 otherwise than bfloat16 does."""
-    model = rope_patch.load(rope_patch.data_path("assets") / "llama", dtype=torch.float32)
+    model = rope_patch.load(LLAMA, dtype=torch.float32)
     before, tolerance = identity.fixed_logits(model, 64)
     assert tolerance == identity.TOLERANCE_32 and not identity.differs(before, before, tolerance)
     double, _ = identity.fixed_logits(model.double(), 64)

@@ -14,13 +14,13 @@ BEFORE = 300
 CHUNK = 70
 
 
-def states(dtype, heads=6, groups=2, width=16, value_width=16):
+def states(dtype, heads=6, groups=2, value_width=16):
     generator = torch.Generator().manual_seed(0)
 
     def draw(several, tokens, size):
         return torch.randn(2, tokens, several, size, generator=generator).to(dtype).transpose(1, 2)
 
-    return draw(heads, CHUNK, width), draw(groups, BEFORE + CHUNK, width), draw(groups, BEFORE + CHUNK, value_width)
+    return draw(heads, CHUNK, 16), draw(groups, BEFORE + CHUNK, 16), draw(groups, BEFORE + CHUNK, value_width)
 
 
 def by_definition(query, key, value, scale):

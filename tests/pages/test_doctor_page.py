@@ -11,8 +11,7 @@ import pytest
 from support.broken import CASES
 from support.commands import invoke
 from support.patches import edit_json
-
-from rope_patch import data_path
+from support.tiny import LLAMA
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="not in the source distribution")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="not in the source di
 def test_the_broken_example_prints_what_the_page_shows(tmp_path, monkeypatch):
     blocks = dict(re.findall(r"```(json|console)\n(.*?)```", PAGE.read_text(), re.S))
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(data_path("assets") / "llama", "llama")
+    shutil.copytree(LLAMA, "llama")
     edit_json(Path("llama/config.json"), lambda config: config.update(json.loads(blocks["json"])))
     command, *shown = blocks["console"].splitlines()
     result = invoke(*command.split()[2:])

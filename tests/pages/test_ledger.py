@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 from support.commands import invoke
-
-from rope_patch import data_path
+from support.patches import read_json
+from support.tiny import LLAMA
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "ledger.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not in the source distribution")
@@ -38,21 +37,20 @@ def test_each_cell_stands_once_and_what_was_not_measured_is_empty(ledger):
     assert ["SmolLM2-135M-Instruct", "longrope", "8192", "16384"] in [row[:4] for row in empty]
 
 
-def test_a_comparison_is_taken_or_refused_with_the_reason(ledger, tmp_path, capsys):
+@pytest.mark.full  # it runs a comparison
+def test_a_comparison_is_taken_or_refused_with_the_reason(ledger, tmp_path):
     asked = ("--lengths", "64", "--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report")
-    words = ("compare", data_path("assets") / "llama", "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)
+    words = ("compare", LLAMA, "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)
     assert invoke(*map(str, words)).exit_code == 0
     path = tmp_path / "comparison.json"
     assert ledger["main"](["--check", str(path)]) == 0
-    before, after = ledger["of_comparison"](json.loads(path.read_text()), path)
+    before, after = ledger["of_comparison"](read_json(path), path)
     assert (before.method, after.method, after.length) == ("default", "yarn:factor=4", 64)
     assert len(after.losses(beyond=False)) == 2 and after.answered[1] == 1
     for change, said in (
         (lambda data: data.update(schema=4), "schema"),
         (lambda data: data["rows"].pop(0), "default"),
     ):
-        data = json.loads(path.read_text())
+        data = read_json(path)
         change(data)
         assert said in ledger["refused"](data)
-    path.write_text("[")
-    assert ledger["main"](["--check", str(path)]) == 1 and "cannot be read" in capsys.readouterr().out

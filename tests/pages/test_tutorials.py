@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from support.commands import invoke
 from support.gguf_files import write_toy
+from support.prompting import TOKENIZER
 from support.recipe_runs import needs_trl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.tiny import LLAMA, bundled_model
 
-import rope_patch
 from rope_patch.kv_cache.schemes import Scheme
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +33,8 @@ pytestmark = [
 SMALLER = {
     "%pip install": "raise ModuleNotFoundError  # ",  # a command of notebooks, for where the package is missing
     "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "checkpoint.gguf",
-    "build/smollm2/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
+    "build/smollm2/SmolLM2-135M-Instruct": str(LLAMA),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": str(LLAMA),
     "build/tutorials": "out",
     "16k": "1k",
     "16384": "1024",
@@ -139,9 +139,6 @@ def test_a_tutorial_runs(path, tmp_path, monkeypatch):
     for theirs, ours in SMALLER.items():
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
-        llama = rope_patch.data_path("assets") / "llama"
-        model = AutoModelForCausalLM.from_pretrained(llama)
-        tokenizer = AutoTokenizer.from_pretrained(llama)
-        write_toy(model, Path("checkpoint.gguf"), tokenizer)
+        write_toy(bundled_model(), Path("checkpoint.gguf"), TOKENIZER)
     assert BLOCK.findall(page)
     assert EXPECTED[path.stem] in run_blocks(page)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import torch
-from support.patches import edit_json, module_of, patched_model
+from support.patches import config_of, edit_json, module_of, patched_model
 from support.round_trip import assert_round_trip
 from support.subsets import full
 from support.tiny import DYNAMIC, LLAMA3, SIZE, ids, logits, tiny_model
@@ -307,7 +306,7 @@ def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, m
     rope_patch.apply(model, "yarn", target_length=256)
     assert any("model.encoder.rotary_emb" in line for line in warnings)  # which keeps its table
     rope_patch.save(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = config_of(tmp_path)
     assert config["decoder"]["rope_scaling"] == config["decoder"]["rope_parameters"]
     assert "rope_scaling" not in config
     plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)

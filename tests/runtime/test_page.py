@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import matplotlib.image
-import pytest
 from support.report_pages import Page as Parsed
 from support.report_pages import accessible, loads_nothing
 
@@ -60,18 +59,6 @@ def test_twins_stay_two():
     names = ["x" * 200, "x" * 100, "y"]
     assert len(set(short_names(names).values())) == 3
     assert max(map(len, short_names(names).values())) < 100
-
-
-def test_write_is_all_or_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "page.html"
-    write(path, a_page("one"))
-    before = path.read_text(encoding="utf-8")
-    assert before.startswith("<!DOCTYPE html>")
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        write(path, a_page("two"))
-    assert path.read_text(encoding="utf-8") == before
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "page-figures", path]
 
 
 def test_figures_stand_beside_the_page_as_png_and_svg_and_those_of_an_earlier_page_go(tmp_path):

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
 from support.patches import edit_json, module_of, saved_with
-from support.tiny import DYNAMIC, LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
+from support.tiny import DYNAMIC, LLAMA, LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
 
 LARGE_BASE = {"rope_type": "default", "rope_theta": 500000.0}
 GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.0872e-41]
@@ -340,7 +340,7 @@ def tokenizer_cuts_at_the_old_context(folder: Path) -> Pair:
 
 def cutting(length: int) -> tuple[PreTrainedModel, Any]:
     """A model of 256 tokens, and a tokenizer that cuts texts at a length."""
-    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=length)
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA, model_max_length=length)
     return extended(vocab_size=len(tokenizer)), tokenizer
 
 

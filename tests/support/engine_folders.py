@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,9 @@ def toys(root: Path) -> Iterator[Path]:
     yield root / "adapter merged"
 
 
-def random_folders(root: Path, families: Iterable[str] = FAMILIES) -> Iterator[Path]:
-    """Write random checkpoints of families, under some methods and with configs as others write them."""
-    for family in families:
+def random_folders(root: Path) -> Iterator[Path]:
+    """Write random checkpoints of all families, under some methods and with configs as others write them."""
+    for family in FAMILIES:
         base = checkpoint(family, root / f"{family} base")
         yield base
         yield from under_methods(family, base)

@@ -44,7 +44,7 @@ def answered(expected, output, correct, logprob):
     return Sample(expected, output, correct, logprob)
 
 
-def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
+def retrieval_of(hits, task="passkey"):
     """A retrieval result whose prompts of each (length, depth) are answered right or wrong as ``hits`` says."""
     cells = tuple(
         RetrievalCell(
@@ -52,7 +52,7 @@ def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
         )
         for place, column in hits.items()
     )
-    return RetrievalResult(task, cells, 0, haystack, "", (), chat)
+    return RetrievalResult(task, cells, 0, "noise", "", ())
 
 
 def perplexity_of(losses, edges):

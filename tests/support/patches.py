@@ -36,8 +36,16 @@ def cos_sin(model, positions, layer_type=None):
     return module(x, positions) if layer_type is None else module(x, positions, layer_type=layer_type)
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def config_of(folder):
+    return read_json(folder / "config.json")
+
+
 def edit_json(path, change):
-    data = json.loads(path.read_text())
+    data = read_json(path)
     change(data)
     path.write_text(json.dumps(data))
 

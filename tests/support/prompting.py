@@ -9,9 +9,9 @@ from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.texts.builtin_text import builtin_text
 from support.reference_recipe import recipe
-from support.tiny import tiny_model
+from support.tiny import LLAMA, tiny_model
 
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+TOKENIZER = AutoTokenizer.from_pretrained(LLAMA)
 
 ENGLISH = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 

@@ -16,7 +16,6 @@ from rope_patch.training.checks import build
 
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL, of the extra train, is not installed")
 
-LLAMA = rope_patch.data_path("assets") / "llama"
 
 SMALL = [
     "model.name=llama",

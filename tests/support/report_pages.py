@@ -19,17 +19,15 @@ LENGTHS = (4, 8)
 DEPTHS = (0.0, 0.5, 1.0)
 
 
-def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):
+def row(method, losses, hits=None, *, lengths=LENGTHS, table=(1.0, 0.1)):
     """A row of a comparison.
 
     Args:
         method: the method string.
         losses: a loss for each window, the same at all positions [nats/token].
         hits: how many of 6 samples are right at each (length, depth); all of them by default.
-        layer_types: the layer types of its tables.
-        task: the name of the retrieval task.
         lengths: the lengths that are measured [tokens].
-        table: the frequencies of its tables [rad/token].
+        table: the frequencies of its table [rad/token].
     """
     score = perplexity_of([[loss] * len(lengths) for loss in losses], (0, *lengths))
     cells = tuple(
@@ -44,8 +42,8 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         for length in lengths
         for depth in DEPTHS
     )
-    retrieval_result = RetrievalResult(task, cells, 7, "noise", "cd" * 32, (0, 5))
-    tables = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
+    retrieval_result = RetrievalResult("passkey", cells, 7, "noise", "cd" * 32, (0, 5))
+    tables = (RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4),)
     return Row(method, result_of(score, retrieval_result, seed=7), tables)
 
 

@@ -10,6 +10,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 
 import rope_patch
+from support.tiny import LLAMA
 
 TASKS = rope_patch.data_path("eval_tasks")
 
@@ -18,7 +19,7 @@ build = TaskIndex.build
 
 def our_tasks(**metadata):
     """lm-eval's manager of our tasks alone, for the bundled Llama at 512 tokens unless the metadata say otherwise."""
-    llama = str(rope_patch.data_path("assets") / "llama")
+    llama = str(LLAMA)
     metadata = {"pretrained": llama, "max_seq_lengths": 512, **metadata}
     return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
 

@@ -9,6 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from family_models import CONTEXT, PLAIN, SPECIAL_TOKENS, VOCABULARY
+from rope_patch import data_path
+
+LLAMA = data_path("assets") / "llama"
+"""The bundled checkpoint."""
 
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -124,6 +128,11 @@ def drawn_model(family: str, **changes: Any) -> PreTrainedModel:
 def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """A tiny model that reads the bundled tokenizer's ids."""
     return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
+
+
+def bundled_model(shape: str = "llama", dtype: Any = torch.float32) -> PreTrainedModel:
+    """A bundled model, by default in float32."""
+    return AutoModelForCausalLM.from_pretrained(LLAMA.parent / shape, dtype=dtype)
 
 
 def ids(length: int = 48, batch: int = 2, seed: int = 0) -> torch.Tensor:

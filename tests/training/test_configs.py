@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import invoke
 from support.recipe_runs import arguments, needs_trl, recipe
+from support.releases import LLAMA3, RELEASES
 from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,40 +50,18 @@ every_run = pytest.mark.parametrize("files", RUNS, ids=name_of)
 every_situation = pytest.mark.parametrize("path", SITUATIONS, ids=lambda path: path.stem)
 
 
-def llama31(factor):
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {"max_position_embeddings": 131072, "rope_parameters": rope | {"original_max_position_embeddings": 8192}}
+# As the config.json of each checkpoint says it, but for the bases of those that are not scaled.
+PLAIN = {"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+LLAMA31 = {"max_position_embeddings": 131072, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}
+GEMMA3 = {"max_position_embeddings": 131072, "rope_parameters": RELEASES["Gemma 3 4B"][2]}
+ROPES = {**dict.fromkeys(("Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B"), LLAMA31), "gemma-3-4b": GEMMA3}
 
 
-def plain(context, theta):
-    return {"max_position_embeddings": context, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-
-
-# As the config.json of each checkpoint says it.
-ROPES = {
-    "Llama-3-8B": plain(8192, 5e5),
-    "Llama-3.1-8B": llama31(8.0),
-    "Llama-3.2-1B": llama31(32.0),
-    "Llama-3.2-3B": llama31(32.0),
-    "Qwen2.5-7B": plain(131072, 1e6),
-    "Qwen3-8B": plain(40960, 1e6),
-    "gemma-2-9b": plain(8192, 1e4),
-    "gemma-3-4b": {
-        "max_position_embeddings": 131072,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-}
-
-
-# The length each was trained at, by its model card or report: Qwen's base models state more than that.
 def two_layers(options):
     """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
     name = options.model.name if options.model.name in BUNDLED_MODELS else shape_of(options.model.name).name
     shipped = data_path("assets") / (f"{name}/config.json" if name in BUNDLED_MODELS else f"configs/{name}.json")
-    shape = json.loads(shipped.read_text(encoding="utf-8")) | ROPES.get(name, {})
+    shape = PLAIN | json.loads(shipped.read_text(encoding="utf-8")) | ROPES.get(name, {})
     if name.startswith("gemma"):
         shape["layer_types"] = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model(**shape | {"num_hidden_layers": 2})

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from support.commands import invoke
 from support.forks import forked
 from support.gguf_files import write_toy
-from support.patches import edit_json
+from support.patches import config_of, edit_json, read_json
 from support.prompting import TOKENIZER
-from support.recipe_runs import LLAMA, SMALL, losses, needs_trl, recipe
+from support.recipe_runs import SMALL, losses, needs_trl, recipe
 from support.subsets import full
-from transformers import AutoModelForCausalLM, TrainerState
+from support.tiny import LLAMA, bundled_model
+from transformers import TrainerState
 
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
@@ -62,7 +63,7 @@ def done(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
 def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model()
     file = write_toy(model, tmp_path / "base.gguf", TOKENIZER)
     finetune(options(tmp_path / "run", f"model.name={file}", *QUICK))
     trained = rope_patch.load(tmp_path / "run")
@@ -74,10 +75,10 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     folder = done.folder
     results = done.results
     assert str(read_record(folder).to_method()) == "yarn:factor=4" == results["patch"]
-    assert results == json.loads((folder / "results.json").read_text())
+    assert results == read_json(folder / "results.json")
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
     assert len(results["losses"]) == 4
-    evaluated = json.loads((folder / "evaluation.json").read_text())
+    evaluated = read_json(folder / "evaluation.json")
     for when in ("unpatched", "before", "after"):
         cells = [cell for cell in evaluated[when]["retrieval"]["passkey"]["cells"] if cell["length"] == 256]
         right = [sample["correct"] for cell in cells for sample in cell["samples"]]
@@ -91,7 +92,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
 def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
     suite = suite_of(options("x"), TOKENIZER)
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    model = bundled_model()
     assert metrics(suite.run(model)) == pytest.approx(done.results["unpatched"], abs=1e-6)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     before = done.results["before"]
@@ -216,7 +217,7 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
             finetune(options(out, *words))
         changed.write_bytes(before)
     settings = out / "work" / "run.json"
-    earlier = json.loads(settings.read_text())
+    earlier = read_json(settings)
     earlier["evaluation.longppl"] = True  # an option that is gone
     settings.write_text(json.dumps(earlier))
     with pytest.raises(ValueError, match=r"longppl=True \(now None\)"):
@@ -300,13 +301,13 @@ def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
 def bases(tmp_path_factory):
     """A folder of checkpoints over which a run may be refused."""
     folder = tmp_path_factory.mktemp("bases")
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model(dtype="auto")
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, folder / "patched", tokenizer=TOKENIZER)
     for name in ("scaled", "empty", "windowed"):
         shutil.copytree(LLAMA, folder / name)
     edit_json(folder / "windowed" / "config.json", lambda own: own.update(model_type="mistral", sliding_window=64))
-    config = json.loads((folder / "patched" / "config.json").read_text())
+    config = config_of(folder / "patched")
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}  # which does not say from which context
     scaled = json.dumps(config | {"rope_patch": None, "rope_parameters": linear, "rope_scaling": None})
     (folder / "scaled" / "config.json").write_text(scaled)
@@ -366,7 +367,7 @@ def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
 
 def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
     base = tmp_path / "base"
-    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    model = bundled_model(dtype="auto")
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, base, tokenizer=TOKENIZER)
     own = (f"model.name={base}", "patch.method=null", *QUICK)
@@ -387,20 +388,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     words = ("train.learning_rate=1e30", "train.max_steps=8", "evaluation.before=false", "train.save_steps=8")
     with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
         finetune(options(tmp_path / "run", *words))
-
-
-@pytest.mark.filterwarnings("ignore:there is no patch.method")
-def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_path):
-    small = (
-        "evaluation.lengths=256",
-        "evaluation.windows=0",
-        "train.max_steps=1",
-        "train.warmup_steps=0",
-        "evaluation.task=sums",
-    )
-    result = finetune(options(tmp_path, *small, "patch.method=null"))
-    (note,) = result.results["notes"]
-    assert note in (tmp_path / "README.md").read_text()
 
 
 def test_a_run_that_made_things_worse_says_so(tmp_path):

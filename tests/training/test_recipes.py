@@ -30,31 +30,22 @@ def short_library(tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("short_library")
-@pytest.mark.parametrize("arguments", ["llama --patch nope", "gemma3 --scaled linear"])
-def test_smoke_run_writes_a_folder_that_loads(arguments, tmp_path, monkeypatch, capsys):
-    shape, option, _ = arguments.split()
-    scaled = option == "--scaled"
-    folder = tmp_path / shape
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments.split(), "-o", str(folder), "--smoke"])
+def test_smoke_run_writes_a_folder_that_loads(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gemma3"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "gemma3", "--scaled", "linear", "-o", str(folder), "--smoke"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     figures = json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("12")["input_ids"]) == ["<bos>", "1", "2"]
     text = "def f(x):\n\treturn  'déjà vu' + \"零\"  # 3.14 😀\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"][1:], clean_up_tokenization_spaces=False) == text
-    assert tokenizer.model_max_length == model.config.max_position_embeddings == (1024 if scaled else 256)
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 1024
     log = json.loads((folder / "training_log.json").read_text())
-    curriculum = recipe.SCALED_CURRICULUM if scaled else recipe.CURRICULUM
-    assert [entry["stage"] for entry in log] == [stage.name for stage in curriculum]
+    assert [entry["stage"] for entry in log] == [stage.name for stage in recipe.SCALED_CURRICULUM]
     card = (folder / "README.md").read_text()
     assert json.loads(re.search(r"```json\n(.*?)```", card, re.DOTALL)[1]) == figures
-    assert f"python recipes/pretrain_reference.py {arguments} -o {folder} --smoke" in card
-    if scaled:  # from trained weights
-        full, sliding = (model.config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
-        assert (full["rope_type"], full["factor"], sliding["rope_type"]) == ("linear", 4.0, "default")
-        assert figures["heldout_perplexity"]["0-1024"] < 100
-    else:  # 4 steps teach next to nothing: a little better than 1024 equally likely tokens.
-        assert all(100 < value < 1100 for value in figures["heldout_perplexity"].values())
-        assert not model.model.rotary_emb.inv_freq.any() and "llama under nope" in card
+    assert f"python recipes/pretrain_reference.py gemma3 --scaled linear -o {folder} --smoke" in card
+    full, sliding = (model.config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    assert (full["rope_type"], full["factor"], sliding["rope_type"]) == ("linear", 4.0, "default")
+    assert figures["heldout_perplexity"]["0-1024"] < 100, "it goes on from trained weights"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from peft import AutoPeftModelForCausalLM
-from support.recipe_runs import LLAMA
+from support.tiny import LLAMA
 
 import rope_patch
 from rope_patch.patching.rotary import PatchedRotary
