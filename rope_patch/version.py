@@ -1,3 +1,3 @@
 """The version of the package, by itself, so that everything can import it."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
