@@ -80,8 +80,8 @@ def models(analyses: Sequence[Analysis]) -> Page:
         f"Outliers: pairs of mean keys over {OUTLIER_RATIO:g} times the median length, by query head, and their shares "
         f"within Jonasson’s bounds (2025). p: the smallest that stops less than {LIGHT_SHARE:.0%} of the logits."
     )
-    table = DataTable("Models", columns, rows, caption)
-    return Page("How several models use their rotary tables", [Section("Models", [], [table])])
+    table = DataTable("Positional heads, outliers and p", columns, rows, caption)
+    return Page("How several models use their rotary tables", [Section("One row for each model", [], [table])])
 
 
 def _page(analysis: Analysis, *sections: Callable[[Analysis], Section]) -> Page:
