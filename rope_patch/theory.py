@@ -47,8 +47,8 @@ def positional_head_factor(inv_freq: InvFreq, *, mass: float, length: int, dista
     """
     if not 0 < mass < 1:
         raise ValueError(f"mass must be in (0, 1), got {mass}")
-    if not 0 <= distance < length:
-        raise ValueError(f"distance must be at least 0 and below the length of {length}, got {distance}")
+    if length < 2 or distance not in range(length):
+        raise ValueError(f"distance must be a whole number below the length of 2 or more, got {distance} of {length}")
     away = torch.arange(-distance, length - distance, dtype=torch.float64)
     logits = torch.zeros(length, dtype=torch.float64)
     # One pair at a time: a million positions of all pairs at once would take a gigabyte.

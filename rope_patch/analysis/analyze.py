@@ -102,7 +102,7 @@ def analyze(
             single_heads = read_single_heads(model, rows.ids, heads, layers)
     at_distance = dict(zip((head.shown for head in shown[len(clearest) :]), positional.values(), strict=True))
     return Analysis(
-        name=name_of(str(getattr(config, "name_or_path", ""))) or type(model).__name__,
+        name=_name(config) or type(model).__name__,
         table=str(inspection),
         method=str(inspection.record.to_method()) if inspection.record else None,
         context=_context(inspection),
@@ -146,8 +146,14 @@ def check_choices(config: PreTrainedConfig, *, heads: Sequence[tuple[int, int]],
     for layer, head in heads:
         if not (0 <= layer < layers and 0 <= head < count):
             raise ValueError(
-                f"the model has layers 0 to {layers - 1} with query heads 0 to {count - 1}, got {layer}.{head}"
+                f"{_name(config) or 'the model'} has layers 0 to {layers - 1} with query heads 0 to {count - 1}, got "
+                f"{layer}.{head}"
             )
+
+
+def _name(config: PreTrainedConfig) -> str:
+    """Return the name of the checkpoint that a config is of; empty if it is of none."""
+    return name_of(str(getattr(config, "name_or_path", "")))
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:

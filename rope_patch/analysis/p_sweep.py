@@ -29,9 +29,8 @@ class SweepPoint:
         key_share: the share of the keys' norms that they carry.
         logit_share: the share that they carry of the products of both norms, which bound what a pair can add to a
             logit.
-        kept: the number of positional heads that still attend to their distance where these pairs stop in their layer
-            alone.
-        positional: the number of heads that do so before.
+        positional: the number of positional heads that lose pairs, of those that show it on a short text.
+        kept: the number of these that still attend to their distance where the pairs stop in their layer alone.
     """
 
     p: float
@@ -39,8 +38,8 @@ class SweepPoint:
     query_share: float
     key_share: float
     logit_share: float
-    kept: int
     positional: int
+    kept: int
 
     def __str__(self) -> str:
         """The pairs that are stopped."""
@@ -72,11 +71,12 @@ def sweep_p(
         stopped = {
             kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in zeroed.items() if mask.any()
         }
-        kept = 0
+        kept = []
         for head, distance in positional.items():
             resting = zeroed[statistics.layer(head.layer).layer_type]
-            kept += _attends_to(replace(head, inv_freq=head.inv_freq.masked_fill(resting, 0.0)), distance)
-        points.append(SweepPoint(p, stopped, *_stopped_shares(statistics, zeroed), kept, len(positional)))
+            if resting.any():
+                kept.append(_attends_to(replace(head, inv_freq=head.inv_freq.masked_fill(resting, 0.0)), distance))
+        points.append(SweepPoint(p, stopped, *_stopped_shares(statistics, zeroed), len(kept), sum(kept)))
     return tuple(points)
 
 

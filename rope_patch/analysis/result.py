@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -37,8 +38,8 @@ LIGHT_SHARE = 0.05
 LEAST_PEAK = 4.0
 """Ratio of the largest feature of keys to the mean norm of a pair above which one scale for a key rounds the others by
 a quarter of its levels or more."""
-MOST_DISTANCES = 8192
-"""Number of distances at which what a pair adds to a logit is saved."""
+NEAR, MOST_DISTANCES = 1024, 8192
+"""What a pair adds to a logit is saved at each distance below the first, and at about as many beyond as the second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Analysis:
         rows: the rows of text that were read.
         capture: the statistics of queries, keys and values.
         heads: the attention masses and sinks of its heads.
-        single_heads: the heads that are shown in detail, on a short text.
+        single_heads: the heads that are shown in detail, on all of the text if they were asked for.
         p_sweep: what the pairs carry that p-RoPE would stop, at several p.
         biases: the pairs of biases that make outliers of its keys, the longest first.
         token_texts: the text of each token id that the result mentions.
@@ -94,13 +95,15 @@ class Analysis:
         Arrays have names such as ``head1.3.query``. Beside the fields of
         :class:`~rope_patch.analysis.single_heads.SingleHead` there are ``near_logits`` of each token, and ``added``,
         what each pair adds to the logit of the mean query and key at each of the ``distances``, up to twice the
-        context (pairs, distances).
+        context, beyond 1024 tokens at an even step (pairs, distances).
         """
         heads = {f"head{head.layer}.{head.head}": head for head in self.single_heads}
         arrays = {}
         for name, head in heads.items():
             layer = self.capture.layer(head.layer)
-            distances = torch.arange(2 * layer.context)[:: max(1, 2 * layer.context // MOST_DISTANCES)]
+            every = torch.arange(2 * layer.context)
+            step = max(1, len(every) // MOST_DISTANCES)
+            distances = torch.cat((every[:NEAR], every[NEAR::step]))
             arrays[f"{name}.near_logits"] = head.near_logits
             arrays[f"{name}.distances"] = distances
             arrays[f"{name}.added"] = contributions(layer, head.head, distances)
@@ -190,12 +193,15 @@ def _what_to_choose(analysis: Analysis) -> str:
         parts.append(f"by the norms p of {light:g}, the smallest that stops less than {LIGHT_SHARE:.0%} of the logits")
     elif analysis.p_sweep:
         parts.append(f"by the norms no p-RoPE: each p that was tried stops {LIGHT_SHARE:.0%} of the logits or more")
-    sparing = [point.p for point in analysis.p_sweep if point.kept == point.positional]
-    if sparing and analysis.heads.positional():
-        parts.append(f"by the positional heads p of {min(sparing):g} or more: all of them keep their distance")
+    # By falling p, up to the first that a head does not bear.
+    sparing = list(itertools.takewhile(lambda point: point.kept == point.positional > 0, analysis.p_sweep))
+    if sparing:
+        last = sparing[-1]
+        parts.append(f"by the positional heads p of {last.p:g} or more: all {last.positional} that were tried stay")
     layers = sorted({layer for layer, _ in analysis.heads.positional()})
     if layers:
-        parts.append(f"rotation in layers {ranges_text(layers)}, which have positional heads")
+        named = "layers" if len(layers) > 1 else "layer"
+        parts.append(f"rotation in {named} {ranges_text(layers)} for the positional heads")
     peaks = [layer.key.largest.amax(1) / layer.key.mean_norm.mean(1) for layer in analysis.capture.layers]
     ratio = float(torch.cat(peaks).median())
     scale = "one scale for a whole key will do"

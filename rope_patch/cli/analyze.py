@@ -31,7 +31,7 @@ def analyze(options: AnalyzeOptions) -> None:
         return
     names = [name_of(model) for model in options.models]
     if len(set(names)) < len(names):
-        raise ValueError("two models have one name: rename a folder, since results name them")
+        raise ValueError("two models have one name, by which results name them: give each once, or rename a folder")
     files = ["analyses.json", *["analyses.html"] * options.report]
     with folder_to_write(options.output, files):
         analyses = []

@@ -9,6 +9,7 @@ import torch
 from rope_patch.analysis.heads import SINK_DISTANCE, SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import OUTLIER_RATIO, RELAXED_ANGLE, bounds, recall
 from rope_patch.analysis.result import LIGHT_SHARE, Analysis, findings, light_p
+from rope_patch.analysis.single_heads import SHOWN_TOKENS
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.state_statistics import LayerCapture
 from rope_patch.reports import analysis_figures as figures
@@ -283,7 +284,8 @@ def _sweep(analysis: Analysis) -> DataTable:
     columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "Positional heads left")
     caption = (
         "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs. Positional "
-        "heads: those that attend to their distance still, each where its layer alone is changed."
+        f"heads: of those in layers that change, and that show it on the first {SHOWN_TOKENS} tokens, how many still "
+        "attend to their distance where their layer alone is changed."
     )
     return DataTable("The p sweep", columns, rows, caption)
 

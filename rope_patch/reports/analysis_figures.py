@@ -183,9 +183,10 @@ def radius_by_layer(analysis: Analysis) -> Figure:
 def mean_head(analysis: Analysis, head: SingleHead) -> Figure:
     """Return the figure of a head's mean query and key by distance, and of its longest pair of keys token by token."""
     layer = analysis.capture.layer(head.layer)
-    added = contributions(layer, head.head, torch.arange(2 * layer.context))
+    most = head.window or 2 * layer.context
+    added = contributions(layer, head.head, torch.arange(most))
     total = added.sum(0)
-    edges = _log_distances(2 * layer.context)
+    edges = _log_distances(most)
     longest = int(layer.key_by_query_head.radius[head.head].argmax())
     shown = head.shown
     states = {"queries": shown.query, "keys": shown.key}
@@ -196,8 +197,9 @@ def mean_head(analysis: Analysis, head: SingleHead) -> Figure:
     points["first key, and sinks"] = points["keys"][sorted(sinks)]
     title = f"Layer {head.layer}, head {head.head}: mean query and key, and pair {longest}"
     caption = (
-        f"{title}. Left and middle: what each pair adds to their logit, the sum D(p), and the attention that it gives, "
-        "up to twice the context (Jonasson 2025, figures 6, 10). Right: the pair before rotation, by token (figure 7)."
+        "Left and middle: what each pair adds to the logit, the sum D(p), and the attention that it gives: means over "
+        "ever wider bins of distances from 1 to the window or twice the context (dotted: the context; Jonasson 2025, "
+        "figures 6 and 10). Right: the pair before rotation, token by token (figure 7)."
     )
     return figure(
         plots.draw_mean_head,

@@ -51,7 +51,7 @@ class ResultCache(UserDict[str, Any]):
         self.data = _values_in(self.path) if values is None else values  # not through update, which would write them
 
     def __setitem__(self, name: str, value: Any) -> None:
-        entry = {"key": name, "value": value, "checksum": _checksum(value)}
+        entry = {"key": name, "value": value, "checksum": _checksum(name, value)}
         line = json.dumps(entry, allow_nan=False).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
@@ -76,7 +76,7 @@ def _values_in(path: Path) -> dict[str, Any]:
         try:
             entry = json.loads(line)
             name, value = entry["key"], entry["value"]
-            whole = "checksum" not in entry or entry["checksum"] == _checksum(value)
+            whole = "checksum" not in entry or entry["checksum"] == _checksum(name, value)
         except (ValueError, TypeError, KeyError, RecursionError):
             # A line that was cut short is dropped: its beginning, or the zeros that a loss of power leaves.
             cut_short = line.startswith(LINE_START) or LINE_START.startswith(line) or not line.strip(b"\0")
@@ -89,9 +89,9 @@ def _values_in(path: Path) -> dict[str, Any]:
     return values
 
 
-def _checksum(value: Any) -> int:
-    """Return a number that tells a value from another, also after it was read back."""
-    return zlib.crc32(json.dumps(value).encode())
+def _checksum(name: str, value: Any) -> int:
+    """Return a number that tells a key and its value from others, also after they were read back."""
+    return zlib.crc32(json.dumps([name, value]).encode())
 
 
 def open_cache(resume: str | Path | MutableMapping[str, Any]) -> MutableMapping[str, Any]:

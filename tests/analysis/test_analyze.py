@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy
@@ -16,7 +17,7 @@ from support.tiny import YARN, small
 
 import rope_patch
 from rope_patch.analysis import analyze as engine
-from rope_patch.analysis.p_sweep import sweep_p
+from rope_patch.analysis.p_sweep import SweepPoint, sweep_p
 from rope_patch.analysis.result import findings
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
@@ -119,11 +120,20 @@ def test_every_part_is_there(family):
     assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
     assert out["findings"] == findings(result)
     stopped = 100 * result.p_sweep[0].logit_share
-    assert ("p of 0.5" in out["findings"][-1]) == (stopped < 5)
+    assert ("by the norms p of 0.5" in out["findings"][-1]) == (stopped < 5)
     assert [point["p"] for point in out["p_sweep"]] == [0.5]
     assert sum(tokens for _, tokens in progress) == sum(announced)
     assert result.context == 64
     assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.shown.token_ids)
+
+
+def test_the_smallest_p_that_all_positional_heads_bear_is_advised():
+    result = analyzed(small(), p_values=[])
+    points = {(0.9, 6): 6, (0.5, 6): 6, (0.25, 6): 4, (0.1, 6): 6}
+    sweep = tuple(SweepPoint(p, {}, 0.1, 0.1, 0.1, count, kept) for (p, count), kept in points.items())
+    assert "by the positional heads p of 0.5 or more: all 6" in findings(replace(result, p_sweep=sweep))[-1]
+    none = tuple(replace(point, positional=0, kept=0) for point in sweep)
+    assert "by the positional heads" not in findings(replace(result, p_sweep=none))[-1]
 
 
 def test_a_head_of_a_layer_without_attention_is_refused_before_anything_is_read():

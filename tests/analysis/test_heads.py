@@ -478,6 +478,17 @@ def test_the_p_sweep_counts_the_positional_heads_that_are_left():
     assert points[0].kept == 2 > points[-1].kept
 
 
+def test_heads_of_layers_that_keep_their_table_are_not_counted_in_the_p_sweep():
+    model = model_of("gemma3")
+    rows = few_kinds(1, 40)
+    layers = find_attention_layers(model)
+    views = read_single_heads(model, rows[0], [(layer.index, 0) for layer in layers], layers)
+    positional = [dataclasses.replace(view, window=1) for view in views]  # each sees its own token alone
+    (point,) = sweep_p(model, capture(model, rows), [0.5], dict.fromkeys(positional, 0))
+    full = [layer for layer in layers if layer.table.layer_type == "full_attention"]
+    assert point.positional == point.kept == len(full) < len(layers)
+
+
 # --- models in other states
 
 

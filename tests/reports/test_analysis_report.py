@@ -127,7 +127,7 @@ def random_analysis(
     group = tables[0][0] or "all"
     points = (
         SweepPoint(0.75, {group: (6, 7)}, 0.21, 0.22, 0.18, 6, 6),
-        SweepPoint(0.25, {group: (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 2, 6),
+        SweepPoint(0.25, {group: (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 6, 2),
     )
     analysis = Analysis(
         name="Some <b> model",

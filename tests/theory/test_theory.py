@@ -63,8 +63,9 @@ def test_a_mass_that_no_factor_gives_is_refused(mass):
 
 
 def test_a_distance_beyond_the_text_is_refused():
-    with pytest.raises(ValueError, match="below the length of 10, got 10"):
-        theory.positional_head_factor(PLAIN, mass=0.9, length=10, distance=10)
+    for length, distance in ((10, 10), (1, 0)):
+        with pytest.raises(ValueError, match=f"got {distance} of {length}"):
+            theory.positional_head_factor(PLAIN, mass=0.9, length=length, distance=distance)
 
 
 @pytest.mark.parametrize(("mass", "distance"), [(0.3, 1), (0.99, 1), (0.999999, 1), (0.99, 0), (0.9, 7)])

@@ -230,18 +230,18 @@ def draw_mean_head(
     add_bar(figure, image, [every], "logit", "neither")
     sums.plot(edges[:-1], together[0], color="black")
     sums.set(xscale="log", xlabel="distance [tokens]", ylabel="logit of the mean query and key, D(p)")
-    mark_position(sums, context, "context")
+    sums.axvline(context, color="0.4", linewidth=1, linestyle=":")
     _plain(sums, "All pairs")
     attention = sums.twinx()
     attention.plot(edges[:-1], together[1], color=COLORS[0])
     attention.set_ylabel("attention that it gives", fontsize=9, color=COLORS[0])
     attention.tick_params(labelsize=8)
-    for color, (name, values) in zip((*COLORS[:2], "black"), points.items(), strict=False):
-        states.scatter(*values.numpy().T, s=10, alpha=0.5, color=color, linewidths=0, label=name, rasterized=True)
+    for color, marker, (name, values) in zip((*COLORS[:2], "black"), "..x", points.items(), strict=False):
+        states.scatter(*values.numpy().T, s=20, alpha=0.6, color=color, marker=marker, label=name, rasterized=True)
     states.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     states.axvline(0, color="0.8", linewidth=0.8, zorder=0)
     states.set(xlabel="first feature", ylabel="second feature")
-    states.legend(frameon=False, fontsize=8)
+    figure.legend(*states.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False, fontsize=8)
     _plain(states, "The longest pair, token by token")
     return figure
 
