@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections import UserDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rope_patch.runtime.errors import in_one_line
@@ -84,8 +84,12 @@ class Registry(UserDict[str, Entry]):
                 )
         self.data[name] = entry
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str, groups: Iterable[str] = ()) -> Entry:
         """Return the entry of a name that a user gave.
+
+        Args:
+            name: the name.
+            groups: names that stand for several entries, which the error lists, too.
 
         Raises:
             ValueError: there is none; the known names are listed.
@@ -94,7 +98,8 @@ class Registry(UserDict[str, Entry]):
             return self.data[name]
         if name in self.broken:
             raise ValueError(self.broken[name])
-        raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, self)} Known: {', '.join(self)}")
+        known = [*self, *groups]
+        raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
 
     def _load_packages(self) -> None:
         if self._has_loaded_packages:

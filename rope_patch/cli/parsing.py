@@ -50,7 +50,10 @@ def parse_words(kind: type[T], words: Sequence[str]) -> T:
             if not hint and any(leaf.name == "parameters" for leaf in known):
                 hint = " Parameters of a method are written without dashes, as in factor=4."
             raise UsageError(f"unknown option {word}.{hint} rope-patch {kind.command} --help lists them")
-        raise UsageError(f"unexpected argument {word!r}: several values go into quotes, as in --methods 'yarn ntk'")
+        hint = ""
+        if any(leaf.several for leaf in known):
+            hint = ": several values go into quotes, as in --methods 'yarn ntk'"
+        raise UsageError(f"unexpected argument {word!r}{hint}")
     if modules := written.get(("imports",)):
         from rope_patch.registry import import_modules
 

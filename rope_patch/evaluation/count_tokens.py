@@ -17,7 +17,7 @@ def check_tasks(spec: EvalSpec) -> EvalSpec:
     tasks = list[str]()
     for name in spec.tasks:
         if not members(name):
-            TASKS.find(name)
+            TASKS.find(name, sorted({task.suite for task in TASKS.values()} - {""}))
         tasks += members(name) or [name]
     return replace(spec, tasks=tuple(dict.fromkeys(tasks)))
 

@@ -13,10 +13,12 @@ import re
 import pytest
 from support.prompting import TOKENIZER
 
+from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS, Draw
 from rope_patch.evaluation.tasks.ruler import NOISE
+from rope_patch.options.evaluation import EvalSpec
 
 NAMES = [name for name, task in TASKS.items() if type(task).__module__.endswith("ruler")]
 ESSAY = "It rained on Monday. Nobody went out! Who would? The road was wet. We stayed in. Tea was made. "
@@ -157,3 +159,8 @@ def test_prompts_have_the_exact_length_and_needles_stand_between_sentences(task)
                 assert re.search(r"[.!?][\"')”’_]*$|:", before[0]) and before[0] not in ("Mr.", "Mrs.")
     # Noise is no essay: the built-in text stands in its place.
     assert noisy.haystack_of(task).name == ("builtin" if TASKS[task].essay else "noise")
+
+
+def test_the_name_of_the_suite_is_among_the_known_ones():
+    with pytest.raises(ValueError, match=r"Did you mean 'ruler'\? Known: .*, ruler"):
+        check_tasks(EvalSpec([64], tasks=("RULER",)))
