@@ -15,7 +15,7 @@ from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.outliers import key_biases
 from rope_patch.analysis.p_sweep import sweep_p
 from rope_patch.analysis.result import Analysis
-from rope_patch.analysis.single_heads import SHOWN_TOKENS, SingleHead, read_single_heads
+from rope_patch.analysis.single_heads import SHOWN_TOKENS, SingleHead, read_single_heads, reading_single_heads
 from rope_patch.methods.already_scaled import context_reached
 from rope_patch.modeling.attention_layers import find_attention_layers
 from rope_patch.modeling.capture import capturing
@@ -88,18 +88,20 @@ def analyze(
     progress.more(rows.ids.numel())
     # The rows of a text are numbered by the place of its name among all names.
     texts = list(map(list(dict.fromkeys(rows.groups)).index, rows.groups))
-    with measuring_heads(model, rows.ids) as head_sums, capturing(layers, rows.ids, texts) as state_sums:
+    with (
+        measuring_heads(model, rows.ids) as head_sums,
+        capturing(layers, rows.ids, texts) as state_sums,
+        reading_single_heads(rows.ids, heads, layers) as asked_for,
+    ):
         run_decoder(model, rows.ids)
     statistics = state_sums.result(model)
     measured = head_sums.result()
-    # Few tokens, or those of a second pass, which were not announced.
+    positional = measured.positional()
+    clearest = [] if heads else _clearest(measured)
+    # Few tokens, which were not announced.
     with progress.work(0):
-        positional = measured.positional()
-        clearest = _clearest(measured)
         shown = read_single_heads(model, rows.ids[:1, :SHOWN_TOKENS], [*clearest, *positional], layers)
-        single_heads = shown[: len(clearest)]
-        if heads:
-            single_heads = read_single_heads(model, rows.ids, heads, layers)
+    single_heads = asked_for() or shown[: len(clearest)]
     at_distance = dict(zip((head.shown for head in shown[len(clearest) :]), positional.values(), strict=True))
     return Analysis(
         name=_name(config) or type(model).__name__,

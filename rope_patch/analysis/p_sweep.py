@@ -30,7 +30,7 @@ class SweepPoint:
         logit_share: the share that they carry of the products of both norms, which bound what a pair can add to a
             logit.
         positional: the number of positional heads that lose pairs, of those that show it on a short text.
-        kept: the number of these that still attend to their distance where the pairs stop in their layer alone.
+        kept: the number of these that attend to their distance also where the pairs stop in their layer alone.
     """
 
     p: float

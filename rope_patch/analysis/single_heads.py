@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,7 +139,7 @@ class SingleHead:
 def read_single_heads(
     model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]], layers: Sequence[AttentionLayer]
 ) -> tuple[SingleHead, ...]:
-    """Take single heads out of one forward pass.
+    """Take single heads out of one forward pass of their own, see :func:`reading_single_heads`.
 
     Args:
         model: a causal language model, as for :func:`~rope_patch.modeling.capture.capture`.
@@ -149,7 +150,22 @@ def read_single_heads(
     Returns:
         A view of each, in the order asked for.
     """
-    rows = token_rows(token_ids)
+    with reading_single_heads(token_ids, heads, layers) as views:
+        run_decoder(model, token_rows(token_ids))
+    return views()
+
+
+@contextlib.contextmanager
+def reading_single_heads(
+    token_ids: Tensor, heads: Sequence[tuple[int, int]], layers: Sequence[AttentionLayer]
+) -> Iterator[Callable[[], tuple[SingleHead, ...]]]:
+    """Take single heads out of a pass over a text in a ``with`` block; a function returns them after it.
+
+    Args:
+        token_ids: (tokens,) or (rows, tokens) the token ids of the text that is read, one row at a time.
+        heads: the layer and query head of each head, which the model has.
+        layers: the attention layers of the model.
+    """
     wanted = {layer.index: layer for layer in layers if layer.index in {index for index, _ in heads}}
     heads_of = {index: sorted({head for at, head in heads if at == index}) for index in wanted}
     captured: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
@@ -159,32 +175,36 @@ def read_single_heads(
         if role == "query":
             counts[layer.index] = states.shape[1]
             states = states[:, heads_of[layer.index]]
-        captured[layer.index, role].append(states)
+        if role != "value":
+            captured[layer.index, role].append(states)
 
-    with visiting_states(list(wanted.values()), visit, rows.numel()):
-        run_decoder(model, rows)
-    whole = {at: torch.cat(states).double() for at, states in on_cpu(captured).items()}
-    single_heads = []
-    for index, head in heads:
-        layer = wanted[index]
-        query, keys = whole[index, "query"], whole[index, "key"]
-        query = query[:, heads_of[index].index(head)]
-        # Under grouped-query attention, neighbouring query heads share a key head.
-        key = keys[:, head * keys.shape[1] // counts[index]]
-        single_heads.append(
-            SingleHead(
-                layer=index,
-                head=head,
-                token_ids=token_ids,
-                query=query.reshape(*token_ids.shape, -1),
-                key=key.reshape(*token_ids.shape, -1),
-                inv_freq=layer.table.inv_freq,
-                attention_scaling=layer.table.attention_scaling,
-                scaling=layer.scaling,
-                softcap=layer.softcap,
-                window=layer.window,
-                sink=None if layer.sinks is None else float(layer.sinks[head]),
-                interleaved=layer.interleaved,
+    def views() -> tuple[SingleHead, ...]:
+        """Return a view of each head, in the order asked for."""
+        whole = {at: torch.cat(states).double() for at, states in on_cpu(captured).items()}
+        single_heads = []
+        for index, head in heads:
+            layer = wanted[index]
+            query, keys = whole[index, "query"], whole[index, "key"]
+            query = query[:, heads_of[index].index(head)]
+            # Under grouped-query attention, neighbouring query heads share a key head.
+            key = keys[:, head * keys.shape[1] // counts[index]]
+            single_heads.append(
+                SingleHead(
+                    layer=index,
+                    head=head,
+                    token_ids=token_ids,
+                    query=query.reshape(*token_ids.shape, -1),
+                    key=key.reshape(*token_ids.shape, -1),
+                    inv_freq=layer.table.inv_freq,
+                    attention_scaling=layer.table.attention_scaling,
+                    scaling=layer.scaling,
+                    softcap=layer.softcap,
+                    window=layer.window,
+                    sink=None if layer.sinks is None else float(layer.sinks[head]),
+                    interleaved=layer.interleaved,
+                )
             )
-        )
-    return tuple(single_heads)
+        return tuple(single_heads)
+
+    with visiting_states(list(wanted.values()), visit, token_ids.numel()):
+        yield views

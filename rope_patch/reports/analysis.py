@@ -284,8 +284,8 @@ def _sweep(analysis: Analysis) -> DataTable:
     columns = ("p", "Pairs stopped", "Share of queries", "Share of keys", "Share of logits", "Positional heads left")
     caption = (
         "Shares of the norms of queries and keys, and of their products (logits), that lie in these pairs. Positional "
-        f"heads: of those in layers that change, and that show it on the first {SHOWN_TOKENS} tokens, how many still "
-        "attend to their distance where their layer alone is changed."
+        f"heads: of those in layers that change, and that show it on the first {SHOWN_TOKENS} tokens, how many "
+        "attend to their distance also where their layer alone is changed."
     )
     return DataTable("The p sweep", columns, rows, caption)
 

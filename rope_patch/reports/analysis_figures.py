@@ -13,7 +13,7 @@ from rope_patch.analysis.heads import SINK_WEIGHT, TYPE_SHARE
 from rope_patch.analysis.outliers import contributions, once_per_key_head
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.single_heads import SingleHead
-from rope_patch.modeling.state_statistics import Capture, LayerCapture, pairs_of
+from rope_patch.modeling.state_statistics import Capture, LayerCapture, Statistics, pairs_of
 from rope_patch.reports.plots import analysis as plots
 from rope_patch.reports.plots.analysis import PAIR_AXIS, Map, few, pair_map
 from rope_patch.runtime.captions import ranges_text
@@ -130,52 +130,34 @@ def head_norms(analysis: Analysis) -> Figure:
 
 def norms_by_layer(analysis: Analysis) -> Figure:
     """Return the figure of the mean norm of each pair by layer."""
-
-    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
-        norms = torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in layers])
-        return norms, few([layer.index for layer in layers])
-
-    return _by_kind(
+    return _by_layer(
         analysis,
-        panel,
+        lambda states: states.mean_norm.mean(0),
         title="Mean norm of each pair, by layer",
         caption=f"Means over tokens and heads (Barbero et al. 2024, figures 3, 10 and 13). {BOUND_CAPTION}",
-        ylabel="layer",
+        label="mean norm",
     )
 
 
 def largest_features(analysis: Analysis) -> Figure:
     """Return the figure of the largest magnitude of both features of each pair, by layer."""
-
-    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
-        largest = torch.stack([getattr(layer, role).largest.amax(0) for layer in layers])
-        pairs = pairs_of(largest, layers[0].query.pairs, layers[0].query.interleaved)
-        return pairs.amax(-1), few([layer.index for layer in layers])
-
-    return _by_kind(
+    return _by_layer(
         analysis,
-        panel,
+        lambda states: pairs_of(states.largest.amax(0), states.pairs, states.interleaved).amax(-1),
         title="Largest magnitude in each pair, by layer",
         caption="Over both features, all heads and tokens (Jonasson 2025, figure 1): a pair that is large in all "
         f"layers is what the scales of a cache have to hold. {BOUND_CAPTION}",
-        ylabel="layer",
         label="largest magnitude",
     )
 
 
 def radius_by_layer(analysis: Analysis) -> Figure:
     """Return the figure of the length of the mean of each pair by layer, the longest of its heads."""
-
-    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
-        longest = torch.stack([getattr(layer, role).radius.amax(0) for layer in layers])
-        return longest, few([layer.index for layer in layers])
-
-    return _by_kind(
+    return _by_layer(
         analysis,
-        panel,
+        lambda states: states.radius.amax(0),
         title="Longest mean of each pair, by layer",
         caption=f"The length of the mean vector of a pair, the longest of all heads. {BOUND_CAPTION}",
-        ylabel="layer",
         label="length of the mean",
     )
 
@@ -224,6 +206,17 @@ def _bin_means(values: Tensor, edges: Tensor) -> Tensor:
     """Return the means over bins of values at the distances 0, 1, 2, …: (..., bins)."""
     means: Tensor = values.cumsum(-1)[..., edges - 1].diff(dim=-1).div(edges.diff())
     return means
+
+
+def _by_layer(
+    analysis: Analysis, of: Callable[[Statistics], Tensor], *, title: str, caption: str, label: str
+) -> Figure:
+    """Return heat maps of what a function returns for the states of a layer (pairs,), a row for each layer."""
+
+    def panel(layers: Sequence[LayerCapture], role: str) -> Panel:
+        return torch.stack([of(getattr(layer, role)) for layer in layers]), few([layer.index for layer in layers])
+
+    return _by_kind(analysis, panel, title=title, caption=caption, ylabel="layer", label=label)
 
 
 def _by_kind(

@@ -127,6 +127,18 @@ def test_every_part_is_there(family):
     assert all(result.token_texts[int(token)] for view in result.single_heads for token in view.shown.token_ids)
 
 
+def test_named_heads_are_read_in_the_pass_of_the_statistics():
+    model = small()
+    calls = []
+    model.model.register_forward_pre_hook(lambda part, args, given: calls.append(1), with_kwargs=True)
+    numbers = []
+    for heads in ((), [(1, 3), (0, 0)]):
+        calls.clear()
+        result = analyzed(model, heads=heads, p_values=[])
+        numbers.append(len(calls))
+    assert numbers[0] == numbers[1] and result.single_heads[0].query.shape[:2] == (4, 64)
+
+
 def test_the_smallest_p_that_all_positional_heads_bear_is_advised():
     result = analyzed(small(), p_values=[])
     points = {(0.9, 6): 6, (0.5, 6): 6, (0.25, 6): 4, (0.1, 6): 6}
