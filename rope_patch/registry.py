@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rope_patch.runtime.errors import in_one_line
@@ -45,16 +45,33 @@ class Registry(UserDict[str, Entry]):
         self.broken: dict[str, str] = {}
         """By the name of an entry point that could not be loaded: a sentence with the package and the reason."""
         self._has_loaded_packages = False
+        self._of_file: Callable[[str], Entry] | None = None
+        self._ending = ""
+
+    def from_files(self, ending: str, make: Callable[[str], Entry]) -> None:
+        """Let the path of a file be a name.
+
+        Args:
+            ending: the ending of such paths.
+            make: the function that returns the entry of a path.
+        """
+        self._ending = ending
+        self._of_file = make
 
     def __contains__(self, name: object) -> bool:
         if name not in self.data:
             self._load_packages()
-        return name in self.data
+        return name in self.data or self._is_file(name)
 
     # UserDict asks this for a name that is not in `data`.
     def __missing__(self, name: str) -> Entry:
         self._load_packages()
+        if self._of_file is not None and self._is_file(name):
+            return self._of_file(name)
         return self.data[name]
+
+    def _is_file(self, name: object) -> bool:
+        return self._of_file is not None and str(name).endswith(self._ending) and os.path.isfile(str(name))
 
     def __iter__(self) -> Iterator[str]:
         self._load_packages()
@@ -95,7 +112,7 @@ class Registry(UserDict[str, Entry]):
             ValueError: there is none; the known names are listed.
         """
         if name in self:
-            return self.data[name]
+            return self[name]
         if name in self.broken:
             raise ValueError(self.broken[name])
         known = [*self, *groups]

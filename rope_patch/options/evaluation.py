@@ -58,8 +58,9 @@ class EvalSpec(OptionSet):
     tasks: Sequence[str] = word(
         "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), RULER's "
         "niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe and fwe, or ruler for "
-        "all of them, json_kv, tool_call (a tool call to be repeated) and sums (of two numbers). Low-bit caches "
-        'break the last two first. "" asks no task: only perplexity is measured. extend takes passkey and niah, and '
+        "all of them, json_kv, tool_call (a tool call to be repeated), sums (of two numbers), or a .json file of "
+        "SQuAD or HotpotQA. Low-bit caches break tool_call and sums first. "
+        '"" asks no task: only perplexity is measured. extend takes passkey and niah, and '
         "asks the first of its tasks that the unpatched model answers within its context.",
         ("passkey",),
         metavar="TASKS",

@@ -150,7 +150,7 @@ class PromptMaker:
         if not depths:
             raise ValueError("depths is empty")
         # "single" is the mode that tasks had when there were several; without it all prompts would change.
-        rng = random.Random(f"{seed}/{task}/single/{length}/{sample}")
+        rng = random.Random(f"{seed}/{Path(task).name}/single/{length}/{sample}")
         start = rng.random()
         questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng, length))
         fit = _Fit(self, kind, length, start, questions)
