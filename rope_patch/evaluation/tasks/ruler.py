@@ -1,7 +1,7 @@
 """RULER's eleven generated tasks: its sentences, counts and scorer, at the exact length and with needles by depth.
 
 *Source*: Hsieh et al. (2024), arXiv:2404.06654; the sentences are those of its code (NVIDIA/RULER, Apache-2.0), as
-lm-eval 0.4.13 has them. Its two tasks of questions about paragraphs take a file of the user's (``questions.py``).
+lm-eval 0.4.13 has them. Its two tasks of questions about paragraphs take a file of the user's (``qa.py``).
 """
 
 from __future__ import annotations
