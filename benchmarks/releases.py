@@ -32,7 +32,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "releases.md"
 HEAD = """\
 # By release
 
-Commands that double the context that a release states; add `-o FOLDER`. For another length change `--target-length`. A
+Commands that double the context that a release states; add `-o FOLDER`. For another length change `--target-length`.
+`llama3` ×16 over 8k is a factor of 16 over an original context of 8k. A
 model that was fine-tuned from a release mostly has its table: `rope-patch doctor` shows the table, and
 [`rope-patch settings`](settings.md) the keys.
 
@@ -281,6 +282,8 @@ def kind_of(parameters: Mapping[str, Any]) -> str:
 
 def table_of(release: Release) -> str:
     """Return what the table of a release is, and the context that it states."""
+    if release.more.get("position_embedding_type") == "nope":
+        return f"none, states {thousands(release.context)}"
     where = " on full layers" if "full_attention" in release.rope_parameters else ""
     return f"{kind_of(release.scaled)}{where}, states {thousands(release.context)}"
 
