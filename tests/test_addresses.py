@@ -29,7 +29,7 @@ HOLDS = {
     "cli/test_printed_answers.py": "cli/printing runtime/captions",
     "diagnosis/test_doctor.py": "diagnosis/*",
     "engines/test_asking.py": "engines/ask/__main__ engines/ask/transformers_layers engines/verdicts",
-    "engines/test_compare_programs.py": "engines/forms engines/programs engines/readings engines/stated_config",
+    "engines/test_compare_programs.py": "engines/forms engines/known_answers engines/programs engines/readings engines/stated_config",
     "engines/test_engine_rows.py": "engines/ask/*",
     "engines/test_export.py": "engines/write_export engines/folders engines/encodings",
     "engines/test_flags.py": "engines/program_contexts",
@@ -51,7 +51,7 @@ HOLDS = {
     "harness/test_reading.py": "harness/answering_model",
     "kv_cache/test_kv_cache.py": "kv_cache/attention kv_cache/cache kv_cache/layer kv_cache/plans "
     "modeling/attention_layers modeling/temporary_modes",
-    "kv_cache/test_kv_schemes.py": "kv_cache/block_rounding kv_cache/formats kv_cache/schemes",
+    "kv_cache/test_kv_schemes.py": "kv_cache/blocks kv_cache/formats kv_cache/schemes",
     "kv_evaluation/test_kv_check.py": "kv_evaluation/*",
     "methods/test_methods.py": "methods/* tables",
     "modeling/test_capture.py": "modeling/attention_probe modeling/devices modeling/state_statistics "

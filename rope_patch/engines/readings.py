@@ -13,8 +13,9 @@ from transformers.utils.generic import flatten_dict
 
 from rope_patch.engines.asking import MODULES, EngineAnswer
 from rope_patch.engines.forms import form_of
+from rope_patch.engines.known_answers import seen
 from rope_patch.engines.program_contexts import kind_of, served_context
-from rope_patch.engines.programs import PROGRAMS, seen
+from rope_patch.engines.programs import PROGRAMS
 from rope_patch.engines.stated_config import StatedConfig
 from rope_patch.engines.verdicts import DROPPED, REFUSES, SAME, WINDOW, verdict_of
 from rope_patch.patching.older_keys import stated_twice
@@ -74,7 +75,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     if reason := _cannot_be_known(program, stated) or changing(stated):
         return Reading(version, unknown=reason)
     form = form_of(stated)
-    found = {kind or None: text for kind, text in seen(program, stated.model_type, form).items()}
+    found = {kind or None: text for kind, text in seen(known.name, stated.model_type, form).items()}
     if not any(layer.window for layer in stated.layers):  # then it does not matter whether the program knows windows
         found = {kind: SAME if text in (DROPPED, WINDOW) else text for kind, text in found.items()}
     if set(found) != set(stated.tables):

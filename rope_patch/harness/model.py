@@ -26,7 +26,7 @@ from rope_patch.checkpoints.adapters import (
 from rope_patch.checkpoints.source_files import auto_class
 from rope_patch.evaluation.finished_work import finished_work
 from rope_patch.harness.answering_model import AnsweringLM
-from rope_patch.kv_cache.block_rounding import scheme_identity
+from rope_patch.kv_cache.blocks import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.kv_cache.block_rounding import at_least_float
+from rope_patch.kv_cache.blocks import at_least_float
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.modeling.attention import Part, attend_fused, joined
 from rope_patch.modeling.prefill import prefill_attention

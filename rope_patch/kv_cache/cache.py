@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.kv_cache.attention import PADDED, attending_by
-from rope_patch.kv_cache.block_rounding import scheme_identity
+from rope_patch.kv_cache.blocks import scheme_identity
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rope_patch.kv_cache.block_rounding import at_least_float, fake_quantize
+from rope_patch.kv_cache.blocks import at_least_float, fake_quantize
 from rope_patch.kv_cache.schemes import Scheme, Side, effective_bits
 from rope_patch.modeling.attention_layers import AttentionLayer, rotate, split_pairs
 from rope_patch.runtime.captions import ranges_text

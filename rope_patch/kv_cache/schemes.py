@@ -41,7 +41,7 @@ class Side:
             the whole head), tokens with ``"channel"``.
         pre: whether keys are quantized before rotation, and rotated when they are read.
         hadamard: number of features that are rotated together by a Hadamard matrix before they are quantized, and back
-            when they are read (see :func:`~rope_patch.kv_cache.block_rounding.mix`); 0 for no rotation.
+            when they are read (see :func:`~rope_patch.kv_cache.blocks.mix`); 0 for no rotation.
         rope: how the features of keys that rotate are quantized, apart from the others; None for alike.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.compare import naming_method
 from rope_patch.evaluation.count_tokens import tokens_to_read
-from rope_patch.kv_cache.block_rounding import scheme_identity
+from rope_patch.kv_cache.blocks import scheme_identity
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.kv_evaluation.attention_errors import attention_errors

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.engines import Case, answers
 
-from rope_patch.kv_cache.block_rounding import fake_quantize
+from rope_patch.kv_cache.blocks import fake_quantize
 from rope_patch.kv_cache.schemes import Scheme
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]

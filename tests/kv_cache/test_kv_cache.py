@@ -26,7 +26,7 @@ import family_models
 import rope_patch
 from rope_patch.evaluation.retrieval.generate_answers import copy_cache
 from rope_patch.kv_cache import attention, plans
-from rope_patch.kv_cache.block_rounding import fake_quantize
+from rope_patch.kv_cache.blocks import fake_quantize
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers

@@ -15,7 +15,7 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.utils import simple_parse_args_string
 from support.rounding import ORDERED, naive
 
-from rope_patch.kv_cache.block_rounding import fake_quantize, mix
+from rope_patch.kv_cache.blocks import fake_quantize, mix
 from rope_patch.kv_cache.formats import FORMATS
 from rope_patch.kv_cache.schemes import PRESETS, Scheme, Side, effective_bits
 

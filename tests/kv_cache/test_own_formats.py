@@ -14,7 +14,7 @@ from support.prompting import TOKENIZER
 from support.tiny import small
 
 from rope_patch.cli import app
-from rope_patch.kv_cache.block_rounding import fake_quantize
+from rope_patch.kv_cache.blocks import fake_quantize
 from rope_patch.kv_cache.formats import FORMATS, Format
 from rope_patch.kv_cache.schemes import Side
 
