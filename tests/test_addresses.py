@@ -29,7 +29,8 @@ HOLDS = {
     "cli/test_printed_answers.py": "cli/printing runtime/captions",
     "diagnosis/test_doctor.py": "diagnosis/*",
     "engines/test_asking.py": "engines/ask/__main__ engines/ask/transformers_layers engines/verdicts",
-    "engines/test_compare_programs.py": "engines/forms engines/known_answers engines/programs engines/readings engines/stated_config",
+    "engines/test_compare_programs.py": "engines/forms engines/known_answers engines/programs engines/readings "
+    "engines/stated_config",
     "engines/test_engine_rows.py": "engines/ask/*",
     "engines/test_export.py": "engines/write_export engines/folders engines/encodings",
     "engines/test_flags.py": "engines/program_contexts",

@@ -26,6 +26,7 @@ _SCALARS = (
     "local_rope_theta",
 )
 _AS_USUAL = " as usual"
+_BASE_AS_USUAL = " over the usual base"
 _USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True, SHARE: 1.0}
 """Keys of a table with the values that hold where they are left out."""
 
@@ -50,8 +51,9 @@ class Form:
 
     @property
     def more_general(self) -> tuple[str, ...]:
-        """The same keys, whatever the value of the base at the top is, and whatever all values are."""
-        return self.tables.replace(f"rope_theta{_AS_USUAL}", "rope_theta"), self.tables.replace(_AS_USUAL, "")
+        """The same keys, whatever the values of the bases are, and whatever all values are."""
+        any_base = self.tables.replace(f"rope_theta{_AS_USUAL}", "rope_theta").replace(_BASE_AS_USUAL, "")
+        return any_base, any_base.replace(_AS_USUAL, "")
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.tables, self.layers) if part)
@@ -72,7 +74,8 @@ def form_of(stated: StatedConfig) -> Form:
         if isinstance(value, str):  # with which transformers 4 is made to fail
             name = f"{name} text"
         if value is not None:
-            if name == "rope_theta" and value == stated.usual_base:
+            usual = {"rope_theta": stated.usual_base, "original_max_position_embeddings": stated.context}
+            if value == usual.get(name):
                 name += _AS_USUAL
             parts.append(name)
     layers = _layers_form(stated)
@@ -93,11 +96,15 @@ def _table_form(written: Mapping[str, Any], layer_type: str | None, stated: Stat
     if dict(written) == stated.usual_parameters(layer_type):
         return kind + _AS_USUAL
     keys = keys_with_effect(written)
+    base = written.get("rope_theta")
+    ending = (
+        _BASE_AS_USUAL if base is not None and base == stated.usual_parameters(layer_type).get("rope_theta") else ""
+    )
     if kind == "linear" and isinstance(written.get("factor"), int):
         keys[keys.index("factor")] = "whole factor"
-    if not keys:
-        return kind
-    return f"{kind} ({', '.join(keys)})"
+    if keys:
+        kind += f" ({', '.join(keys)})"
+    return kind + ending
 
 
 def keys_with_effect(written: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from typing import Any
 
 from rope_patch.engines.forms import Form
@@ -21,7 +22,7 @@ def known_answers() -> dict[str, Any]:
     return dict(json.loads((data_path("assets") / "engines.json").read_text(encoding="utf-8")))
 
 
-def seen(program: str, family: str, form: Form) -> dict[str, str]:
+def seen(program: str, family: str, form: Form, unscaled: Collection[str]) -> dict[str, str]:
     """Return what a program was seen to do with the configs of a family in a form, by layer type.
 
     Which table it builds, and which layers it gives it to, were seen of different configs.
@@ -30,6 +31,7 @@ def seen(program: str, family: str, form: Form) -> dict[str, str]:
         program: the name of the program.
         family: the model type.
         form: the form of the config.
+        unscaled: the layer types whose tables have no scaling.
 
     Returns:
         As of :func:`~rope_patch.engines.verdicts.verdict_of`; empty if it was not asked about such a config.
@@ -39,7 +41,7 @@ def seen(program: str, family: str, form: Form) -> dict[str, str]:
         found = [_row(program, "tables", general, family) for general in form.more_general]
         tables = next(filter(None, found), {})
         # A wrong base may be the right one by chance, where that is the family's usual one.
-        if {DEFAULT_BASE, OTHER} & set(tables.values()):
+        if OTHER in tables.values() or any(tables.get(kind) == DEFAULT_BASE for kind in unscaled):
             return {}
     if not form.layers:
         return tables

@@ -75,7 +75,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
     if reason := _cannot_be_known(program, stated) or changing(stated):
         return Reading(version, unknown=reason)
     form = form_of(stated)
-    found = {kind or None: text for kind, text in seen(known.name, stated.model_type, form).items()}
+    unscaled = [kind or "" for kind in stated.tables if kind_of(stated.parameters(kind)) == "default"]
+    found = {kind or None: text for kind, text in seen(known.name, stated.model_type, form, unscaled).items()}
     if not any(layer.window for layer in stated.layers):  # then it does not matter whether the program knows windows
         found = {kind: SAME if text in (DROPPED, WINDOW) else text for kind, text in found.items()}
     if set(found) != set(stated.tables):

@@ -125,6 +125,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str]]]] = {
         OLDER | {"rope_scaling": without_base(YARN), "partial_rotary_factor": 0.5, **WHOLE},
         {"vllm": ("agrees", ""), "mlx": ("differs", "plain RoPE")},
     ),
+    "a base that a program does not read may be its own": (
+        "stablelm",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+        {"vllm": ("agrees", ""), "llama.cpp": ("unverified", "not asked")},
+    ),
+    "but a scaling that it does not read is missing over every base": (
+        "llama",
+        {"rope_parameters": YARN | {"rope_theta": 1e4}, **WHOLE},
+        {"vllm": ("agrees", ""), "transformers-4": ("differs", "plain RoPE")},
+    ),
     "a window of all layers": (
         "mistral",
         {"rope_parameters": PLAIN, "sliding_window": 16},
@@ -194,6 +204,11 @@ def test_p_rope_on_gemma_3_leaves_its_sliding_layers_alone_in_vllm(tmp_path):
     folder = patched(tmp_path / "p", "p_rope:p=0.5", "gemma3")
     assert {row.verdict for row in rows(folder, "vllm").values()} == {"agrees"}
     export(folder, tmp_path / "out", to="vllm")
+
+
+def test_a_context_within_the_original_one_is_a_form_of_its_own(tmp_path):
+    """Beyond it vLLM multiplies cos and sin of Phi-3 by a factor of its own."""
+    assert verdicts(patched(tmp_path / "p", "p_rope:p=0.5", "phi3", target_length=256))["vllm"] == "agrees"
 
 
 def test_a_program_that_fails_is_no_disagreement(tmp_path):

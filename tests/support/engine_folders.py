@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         **SIX_LAYERS,
         "head_dim": 32,
-        "global_head_dim": 64,
+        "global_head_dim": 512,  # transformers 5.23 writes it as MLX does not read it
         "vocab_size_per_layer_input": 1024,
         "hidden_size_per_layer_input": 32,
     },

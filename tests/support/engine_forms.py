@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 1024, "num_hidden_layers": 12},
     "gemma4_text": {"sliding_window": 1024, "num_hidden_layers": 12},
     "olmo3": {"sliding_window": 1024},
-    "phi": {},
+    "phi": {"hidden_size": 2560},  # as Phi-2: the default rotates 25 features of a head, which is odd
     "stablelm": {},
     "gpt_neox": {},
     "glm": {},
@@ -147,6 +147,8 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
         yield f"{name} without a base in the keys of transformers 4", written
     for method in METHODS:
         yield from ours(own, method)
+        if "original_max_position_embeddings" in base:  # a program may take another table within it
+            yield from ours(own, method, CONTEXT)
     if nested:
         equal = own | {"rope_parameters": {kind: table | BASE for kind, table in own["rope_parameters"].items()}}
         for method in METHODS:  # of one base, as OLMo 3 is published
