@@ -61,9 +61,9 @@ def own_methods():
 
 LEAST = {
     "analyze": ["--tokens", "512", "--no-report"],
-    "compare": ["--windows", "2", "--no-report"],
-    "kv-check": ["--windows", "2", "--no-report"],
-    "finetune": ["train.max_steps=1", "evaluation.windows=1"],
+    "compare": ["--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report"],
+    "kv-check": ["--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report"],
+    "finetune": ["train.max_steps=1", "evaluation.windows=1", "evaluation.samples=1", "evaluation.depths=0.5"],
 }
 """What commands on a tiny model are given besides, so that they measure little; test_packaging.py has whole reports."""
 
