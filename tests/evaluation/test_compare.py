@@ -13,7 +13,7 @@ from support.commands import DOMAINS, invoke
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
 from support.patches import lora, module_of, read_json
-from support.prompting import HAY
+from support.prompting import HAY, TOKENIZER, bold
 from support.scored import spy_ids
 
 import rope_patch
@@ -32,9 +32,14 @@ TEXT = builtin_text("heldout").text[:20_000]
 SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 
 
-def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
+@pytest.fixture(scope="module")
+def tiny():
+    return bold(max_position_embeddings=256), TOKENIZER
+
+
+def test_it_refuses_before_it_measures_and_leaves_the_model_alone(tiny):
     """What a spec alone refuses stands with the spec."""
-    model, tokenizer = bundled
+    model, tokenizer = tiny
     stock = module_of(model)
     options = {**SMALL, "lengths": (64,)}
     for methods, changes, message in [
@@ -49,8 +54,8 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     assert module_of(model) is stock
 
 
-def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
-    model, tokenizer = bundled
+def test_its_numbers_are_those_of_the_suite_under_each_method(tiny):
+    model, tokenizer = tiny
     result = compared(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
     suite = suite_of(tokenizer, **SMALL)
     for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
@@ -150,8 +155,8 @@ def test_differences_are_asked_for_by_name():
 # --- what it takes
 
 
-def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
-    model, tokenizer = bundled
+def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(tiny):
+    model, tokenizer = tiny
     fresh = compared(model, tokenizer, ["default", "yarn:factor=4", "pi:factor=2"], **SMALL)
     with rope_patch.patched(model, "yarn", factor=4):
         ours = module_of(model)
@@ -165,8 +170,8 @@ def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
         assert compared(model, tokenizer, ["default"], **SMALL).trained_length == fresh.trained_length == 256
 
 
-def test_a_failure_names_its_method(bundled):
-    model, tokenizer = bundled
+def test_a_failure_names_its_method(tiny):
+    model, tokenizer = tiny
 
     def spoil(module, args, logits):
         return logits * (float("nan") if str(inspect_model(model).record.to_method()) == "pi:factor=4" else 1.0)
@@ -182,8 +187,8 @@ def test_a_failure_names_its_method(bundled):
 # --- finished work
 
 
-def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
-    model, tokenizer = bundled
+def test_a_comparison_goes_on_where_it_was(tiny, tmp_path):
+    model, tokenizer = tiny
     methods = ["default", "yarn:factor=4"]
     journal = tmp_path / "finished.jsonl"
     stock = module_of(model)
@@ -240,7 +245,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, monkeypa
     written = []
     asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4", "--lengths", "64", "--no-report"]
     asked += ["--samples", "2", "--windows", "3", "-o", str(journal.parent), "--threads", "1"]
-    asked += ["--text", DOMAINS, "--haystack", DOMAINS]
+    asked += ["--depths", "0.5", "--text", DOMAINS, "--haystack", DOMAINS]
     monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
 
     def the_fifth_is_written(event, args):
