@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from rope_patch.options import COMMANDS
 
 CHILD = """
@@ -35,17 +33,9 @@ def imported_by(*commands: list[str]) -> dict[str, list[str]]:
     return json.loads(done.stdout)
 
 
-def test_help_imports_neither_torch_nor_transformers():
+def test_help_and_what_prints_a_line_import_neither_torch_nor_transformers():
     names = [[], *(name.split() for name in COMMANDS)]
     assert len(names) > 13
-    imported = imported_by(*([*words, "--help"] for words in names))
+    imported = imported_by(*([*words, "--help"] for words in names), ["tasks"], ["--version"], ["methods"])
+    assert "transformers" not in imported.pop("methods"), "it imports torch"
     assert imported == {words: [] for words in imported}
-
-
-def test_methods_imports_torch_but_not_transformers():
-    assert "transformers" not in imported_by(["methods"])["methods"]
-
-
-@pytest.mark.parametrize("words", [["tasks"], ["--version"]])
-def test_what_prints_a_line_imports_neither(words):
-    assert imported_by(words)[" ".join(words)] == []
