@@ -19,11 +19,9 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.count_tokens import tokens_to_read
 from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.patching.verify import inspect_model
 from rope_patch.registry import is_built_in
-from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.texts.builtin_text import builtin_text
 
@@ -185,30 +183,6 @@ def test_a_failure_names_its_method(tiny):
 
 
 # --- finished work
-
-
-def test_a_comparison_goes_on_where_it_was(tiny, tmp_path):
-    model, tokenizer = tiny
-    methods = ["default", "yarn:factor=4"]
-    journal = tmp_path / "finished.jsonl"
-    stock = module_of(model)
-    whole = compared(model, tokenizer, methods, **SMALL)
-    used = []
-
-    def stop(name, tokens):
-        used.append(name)
-        if used.count("yarn:factor=4") == 2:
-            raise KeyboardInterrupt
-
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        compared(model, tokenizer, methods, **SMALL, resume=journal)
-    assert module_of(model) is stock, "interrupted, the model is as it was"
-    used = []
-    options = {**SMALL, "resume": journal}
-    stored = []
-    with listen(lambda stage, tokens: used.append(tokens), on_more=stored.append):
-        assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
-    assert 0 < sum(used) == 2 * tokens_to_read(whole.spec) + sum(stored), "what is stored is taken off"
 
 
 @pytest.mark.parametrize("said", ["Chapter one.\nAll my work.\n", "one line without an end"])

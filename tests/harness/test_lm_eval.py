@@ -469,12 +469,6 @@ def test_wrong_metadata_is_an_error(task, metadata, message):
         _ = our_tasks(**metadata).load([task])["tasks"][task].dataset
 
 
-def test_options_of_other_tasks_and_of_the_model_pass():
-    metadata = {"samples": 1, "windows": 1, "method": "pi", "p": 0.5, "max_length": 2048}
-    loaded = our_tasks(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
-    assert len(loaded) == 17
-
-
 def test_no_requests_come_from_lm_evals_cache_which_does_not_know_the_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path))
     prompts = []
