@@ -70,18 +70,8 @@ def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(fol
 def test_a_command_measures_a_task_and_shows_a_metric_of_a_users_modules(folder):
     (folder / "own_tasks.py").write_text(TASK)
     (folder / "own_metrics.py").write_text(METRIC)
-    asked = (
-        "--tasks",
-        "house_number",
-        "--import",
-        "own_tasks",
-        "--import",
-        "own_metrics",
-        "--methods",
-        "default",
-        *MEASURE,
-    )
-    printed = run("compare", LLAMA, *asked, "--report", "-o", folder / "out")
+    asked = ("--methods", "default", "--tasks", "house_number", *MEASURE, "--report")
+    printed = run("compare", LLAMA, *asked, "--import", "own_tasks", "--import", "own_metrics", "-o", folder / "out")
     assert "answer_logprob house_number 64" in printed
     assert "answer_logprob house_number 64" in (folder / "out" / "report.html").read_text()
     made = json.loads((folder / "out" / "comparison.json").read_text())

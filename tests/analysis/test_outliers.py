@@ -1,7 +1,5 @@
 """Bounds on outliers: hand-derived values, brute force, and planted models."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Which tables an adapter belongs to is known of each adapter, in memory and on the disk, or an error says so."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

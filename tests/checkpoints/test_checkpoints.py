@@ -1,7 +1,5 @@
 """Saving, loading, adapters: the patch comes back or an error does."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

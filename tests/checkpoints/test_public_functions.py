@@ -1,7 +1,5 @@
 """``load``, ``save``, ``inspect`` and ``verify`` as a user calls them."""
 
-from __future__ import annotations
-
 import pytest
 from support.hub import cached_repository
 from support.tiny import LLAMA

@@ -1,7 +1,5 @@
 """The command line: output for people and machines, errors in one line, nothing half written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

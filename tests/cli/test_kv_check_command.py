@@ -1,7 +1,5 @@
 """``rope-patch kv-check``: what it writes and prints, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

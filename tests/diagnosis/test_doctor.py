@@ -1,7 +1,5 @@
 """``doctor`` on models that were broken by hand, in memory and as folders, and on what is wrapped around a model."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

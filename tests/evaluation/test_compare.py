@@ -1,13 +1,10 @@
 """The comparison of methods: paired on the same documents, resumable, and honest about what it can tell apart."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 
 import pytest
-import torch
 from scipy import stats
 from support.commands import DOMAINS, invoke
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
@@ -200,7 +197,9 @@ def test_a_file_of_another_kind_is_not_written_to(tmp_path, said):
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder = tmp_path / "adapter"
     out = tmp_path / "out"
-    model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
+    bold(max_position_embeddings=256).save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    model = rope_patch.load(tmp_path / "base", "yarn:factor=4")
     rope_patch.save(lora(model), folder)
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
     result = invoke("compare", folder, *asked, "-o", out, "--no-report")

@@ -1,7 +1,5 @@
 """The mean over RULER's tasks, and the length up to which it is kept."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

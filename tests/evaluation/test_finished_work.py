@@ -1,7 +1,5 @@
 """Finished work is found again if all that made it is the same, and measured again if anything is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Windows and prompts divided among processes: the results of one process, and finished work that is shared."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """RULER's tasks against lm-eval's generators of them, given the same draws."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """What is measured is written down, and a metric that is entered appears everywhere."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """lm-eval: our model type against its own and against whole logits, our tasks against our engines, the command line."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -3,8 +3,6 @@
 The stub has the hooks of axolotl 0.18.0 that the plug-in overrides.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

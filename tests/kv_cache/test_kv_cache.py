@@ -1,7 +1,5 @@
 """Quantized caches: what the two engines agree on, and what they agree on with caches made from scratch in the test."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Statistics of queries, keys and values against states stored by a route that the capture does not know."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Attention of a chunk that follows a context, against attention with a mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

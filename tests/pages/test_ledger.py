@@ -1,7 +1,5 @@
 """The ledger of the site: what stands in the results, once, and which comparisons of others are taken."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Families that lay cos and sin out in ways of their own, and those with several position axes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Plans of serving against real caches, and against the number of tokens that vLLM prints."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The configs of the recipe: a step of each in shapes alone, and what its header says of GPUs and of its table."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
