@@ -275,7 +275,7 @@ def test_what_a_layer_returned_is_not_written_to_later(exact):
     assert all(torch.equal(states, was) for states, was in returned)
 
 
-def test_fresh_and_reset_caches_begin_anew():
+def test_fresh_and_reset_caches_begin_anew_and_one_that_is_dropped_is_gone():
     model = model_for("llama")
     rows = ids(TOKENS, 2)
     with quantized(model, SCHEMES[0]) as factory:
@@ -285,6 +285,11 @@ def test_fresh_and_reset_caches_begin_anew():
         assert past.get_seq_length() == 0
         assert torch.equal(losses(model, rows, past, chunk=9), expected)
         assert torch.equal(losses(model, rows, factory(), chunk=9), expected)
+        held = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
+        losses(model, rows)
+        del past
+        gc.collect()
+        assert [states() for states in held] == [None] * 4
 
 
 # --- padding
@@ -396,38 +401,19 @@ def test_a_cache_goes_on_outside_of_inference_mode_and_with_gradients(exact):
         assert torch.isfinite(model.get_input_embeddings().weight.grad).all()
 
 
-def test_a_cache_refuses_other_numbers_of_rows_and_keeps_the_wider_type():
+def test_a_cache_refuses_other_numbers_of_rows_and_cropping_and_keeps_the_wider_type():
     model = model_for("llama")
     with quantized(model, "kivi-2") as factory:
         past = factory()
         losses(model, ids(12, 1), past)
         with pytest.raises(ValueError, match="holds 1 rows of 2 heads, got 3"):
             losses(model, ids(4, 3), past)
-        layer = past.layers[0]
-        layer.update(*(states[:, :, :1].half() for states in (layer.raw_keys, layer.raw_values)))
-        assert layer.keys.dtype == layer.raw_values.dtype == model.dtype
-
-
-def test_a_cache_that_is_dropped_is_gone():
-    model = model_for("llama")
-    with quantized(model, SCHEMES[0]) as factory:
-        past = factory()
-        losses(model, ids(TOKENS, 1), past, 7)
-        held = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
-        losses(model, ids(TOKENS, 1))
-        del past
-        gc.collect()
-        assert [states() for states in held] == [None] * 4
-
-
-def test_cropping_is_refused():
-    model = model_for("llama")
-    with quantized(model, "kivi-2") as factory:
-        past = factory()
-        losses(model, ids(8, 1), past)
         assert not past.is_croppable
         with pytest.raises(NotImplementedError, match="cropped"):
             past.crop(-2)
+        layer = past.layers[0]
+        layer.update(*(states[:, :, :1].half() for states in (layer.raw_keys, layer.raw_values)))
+        assert layer.keys.dtype == layer.raw_values.dtype == model.dtype
 
 
 # --- before and after rotation

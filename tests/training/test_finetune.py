@@ -232,6 +232,13 @@ def test_a_run_does_not_go_on_over_other_weights_or_text(quick, tmp_path):
         finetune(quick(out, *words))
 
 
+def changed_keys(asked, file, content):
+    before = identity(asked)
+    file.write_bytes(content)
+    changed = identity(asked)
+    return {key for key in before if before[key] != changed[key]}
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "tokenizer.json", "chat_template.jinja", "modeling_own.py"])
 def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     base = tmp_path / "base"
@@ -240,10 +247,7 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     (base / "modeling_own.py").write_text("A = 1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
     asked = options(tmp_path / "run", f"model.name={base}", "model.trust_remote_code=true")
-    before = identity(asked)
-    (base / name).write_bytes((base / name).read_bytes() + b" ")
-    changed = identity(asked)
-    assert {key for key in before if before[key] != changed[key]} == {"contents of model.name"}
+    assert changed_keys(asked, base / name, (base / name).read_bytes() + b" ") == {"contents of model.name"}
 
 
 OWN = """
@@ -268,10 +272,8 @@ def test_the_code_of_a_method_and_a_task_of_ones_own_is_part_of_a_run(tmp_path, 
     (tmp_path / "own_code.py").write_text(OWN)
     importlib.import_module("own_code")
     asked = options(tmp_path / "run", "patch.method=slower", "evaluation.task=keys")
-    before = identity(asked)
-    (tmp_path / "own_code.py").write_text(OWN.replace("/ 2", "/ 3"))
-    changed = identity(asked)
-    assert {key for key in before if before[key] != changed[key]} == {"code of patch.method", "code of evaluation.task"}
+    changed = changed_keys(asked, tmp_path / "own_code.py", OWN.replace("/ 2", "/ 3").encode())
+    assert changed == {"code of patch.method", "code of evaluation.task"}
 
 
 def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path):
