@@ -23,7 +23,7 @@ from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
 from support import prompting
-from support.commands import invoke
+from support.commands import run
 from support.largest import Largest
 from support.patches import lora, read_json
 from support.prompting import TOKENIZER
@@ -323,8 +323,7 @@ def test_answers_of_another_model_are_not_reused(tmp_path):
 
 def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
     folder = tmp_path / "patched"
-    arguments = ["apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", str(folder)]
-    assert invoke(*arguments).exit_code == 0
+    run("apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", folder)
     options = {"device": "cpu", "dtype": "float32", "batch_size": 4, "logits_cache": False}
     asked = requests("loglikelihood", (9 * DOCUMENT.rstrip(), DOCUMENT), *PAIRS)
     prompts = requests("generate_until", (9 * DOCUMENT, greedy(8)))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support.commands import invoke
+from support.commands import run
 from support.tiny import tiny_model
 
 import rope_patch
@@ -67,4 +67,4 @@ def test_the_commands_of_the_pages_run(tmp_path, monkeypatch):
         program, *arguments = shlex.split(command)
         assert program == "rope-patch"
         least = ["--depths", "0.5", "--no-report"] if arguments[0] == "compare" else []
-        assert invoke(*arguments, *least).exit_code == 0, command
+        run(*arguments, *least)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import invoke
+from support.commands import invoke, run
 from support.forks import forked
 from support.gguf_files import write_toy
 from support.patches import config_of, edit_json, read_json
@@ -301,7 +301,7 @@ def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
     assert ("Nothing is saved" in stopped.stderr) == (step == 1)
     assert ("Checkpoints are saved" in stopped.stderr) == (step == 3)
     monkeypatch.setattr(SFTTrainer, "training_step", stock)
-    assert invoke("finetune", *words).exit_code == 0
+    run("finetune", *words)
 
 
 # --- a dry run
@@ -360,16 +360,16 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
 def test_a_model_whose_layers_rotate_within_a_window_alone_is_trained_on_its_own_table(bases, tmp_path):
     words = (*SMALL, *TEXTS, f"output={tmp_path / 'run'}", f"model.name={bases}/windowed", "--dry-run")
     assert "no layer" in invoke("finetune", *words).stderr
-    assert invoke("finetune", *words, "patch.method=default").exit_code == 0
+    run("finetune", *words, "patch.method=default")
 
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
-    dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stdout
-    places = [dry.stdout.index(text) for text in ("patch: yarn:factor=4", "4 steps", "peak", "learning_rate")]
+    printed = run("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
+    assert "4 steps of 256 tokens; evaluations: 3, " in printed
+    places = [printed.index(text) for text in ("patch: yarn:factor=4", "4 steps", "peak", "learning_rate")]
     assert places == sorted(places), "what was asked for first, all options last"
     assert not any(tmp_path.iterdir())
-    assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
+    run("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run")
 
 
 # --- ways to train
