@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.commands import invoke
+from support.commands import invoke, run
 from support.patches import config_of, lora, read_json
 from support.prompting import ENGLISH, TOKENIZER
 from support.report_pages import Page
@@ -31,9 +31,7 @@ def folder(tmp_path_factory):
 
 
 def command(*arguments):
-    result = invoke("kv-check", *arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return run("kv-check", *arguments)
 
 
 @pytest.fixture(scope="module")

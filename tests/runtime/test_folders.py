@@ -70,10 +70,7 @@ def test_nothing_stays_after_an_error_and_no_folder_made_on_the_way(tmp_path):
 
 def test_a_folder_that_holds_files_is_kept_unless_it_may_be_overwritten(tmp_path):
     (tmp_path / "mine").write_text("")
-    with (
-        pytest.raises(FileExistsError, match="empty"),
-        folder_in_one_move(tmp_path, overwrite=False),
-    ):
+    with pytest.raises(FileExistsError, match="empty"), folder_in_one_move(tmp_path, overwrite=False):
         pass
     with folder_in_one_move(tmp_path) as folder:
         fill(folder)
