@@ -19,7 +19,7 @@ from rope_patch.kv_evaluation.calibration import own_scales, write_scales
 from rope_patch.reports import kv as kv_report
 
 NAME = "model.layers.1.self_attn.k_scale"
-FORMATS = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+FORMATS = ["int4-token", "k=int2.token8;v=int8.token"]
 
 
 @pytest.fixture(scope="module")
