@@ -1,7 +1,5 @@
 """The bundled checkpoints meet their bars on text and prompts they never saw."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -24,18 +22,13 @@ def bundled(request):
 
 
 @pytest.mark.full
-def test_retrieval_within_the_trained_length_and_not_beyond(bundled):
+def test_retrieval_within_the_trained_length_and_beyond_it_with_a_patch_alone(bundled):
     shape, model, tokenizer = bundled
     near = retrieval(model, tokenizer, lengths=[256], depths=DEPTHS, samples=10, seed=77)
     far = retrieval(model, tokenizer, lengths=[1024], depths=DEPTHS, samples=3, seed=77)
     least, most = {"llama": (0.95, 0.2), "gemma3": (0.9, 0.5)}[shape]
     assert near.accuracy(256) >= least
     assert far.accuracy(1024) <= most
-
-
-@pytest.mark.full
-def test_a_patch_brings_it_back(bundled):
-    _, model, tokenizer = bundled
     with rope_patch.patched(model, "yarn", factor=4):
         far = retrieval(model, tokenizer, lengths=[1024], depths=DEPTHS, samples=3, seed=78)
     assert far.accuracy(1024) >= 0.85

@@ -202,16 +202,16 @@ SOURCES = read_tree()
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_imports_point_up(module: str) -> None:
+def test_imports_point_up(module):
     messages = violations(module, SOURCES[module])
     assert not messages, "\n".join(messages)
 
 
-def test_no_import_cycle() -> None:
+def test_no_import_cycle():
     assert cycle(SOURCES) is None
 
 
-def test_a_public_name_is_no_module() -> None:
+def test_a_public_name_is_no_module():
     """Importing ``rope_patch.compare``, were there one, would put the module in the place of the function."""
     import rope_patch
 
@@ -234,7 +234,7 @@ def test_a_public_name_is_no_module() -> None:
         ("cli.app", "from recipes import finetune_lora", "recipes is a folder of the repository"),
     ],
 )
-def test_planted_violation_is_seen(module: str, source: str, message: str) -> None:
+def test_planted_violation_is_seen(module, source, message):
     messages = violations(module, source)
     assert len(messages) == 1, messages
     assert message in messages[0]

@@ -1,7 +1,5 @@
 """The first steps with a patch where Python has no ``fcntl``, as on Windows, whose CI row runs this file."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file
 from support.fresh import run_code, stock_logits

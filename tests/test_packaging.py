@@ -37,7 +37,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Build the wheel of the working tree."""
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT, cwd=out)
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """Return the folder of commands of a new environment that holds the wheel.
 
     Its dependencies are those of the running interpreter, added to the path by a .pth file. The editable
@@ -76,7 +76,8 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
-def test_the_wheel_holds_every_file(wheel: Path) -> None:
+def test_the_wheel_is_small_and_holds_every_file(wheel):
+    assert wheel.stat().st_size < 10e6
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "rope_patch/py.typed" in names
@@ -93,13 +94,13 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_citation_and_the_changelog_name_this_version() -> None:
+def test_the_citation_and_the_changelog_name_this_version():
     assert f"\nversion: {rope_patch.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## [{rope_patch.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.full
-def test_a_wheel_built_from_the_source_archive_is_the_same(wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_built_from_the_source_archive_is_the_same(wheel, tmp_path):
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
@@ -112,7 +113,7 @@ def test_a_wheel_built_from_the_source_archive_is_the_same(wheel: Path, tmp_path
         assert sorted(first.namelist()) == sorted(second.namelist())
 
 
-def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_commands_run_from_the_wheel(installed, tmp_path):
     command = installed / "rope-patch"
 
     tasks = Path(run(command, "tasks", "--folder", cwd=tmp_path).strip())
@@ -124,19 +125,15 @@ def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert files_below(copied) == files_below(ROOT / "recipes")
 
 
-def test_a_bare_install_needs_no_extra(installed: Path, tmp_path: Path) -> None:
+def test_a_bare_install_needs_no_extra(installed, tmp_path):
     hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"  # None there makes `import` fail
     use = "import rope_patch, rope_patch.cli.app; [getattr(rope_patch, name) for name in rope_patch.__all__]; "
     use += "rope_patch.load(rope_patch.data_path('assets') / 'gemma3', 'yarn:factor=4')"
     run(installed / "python", "-c", f"{hide}; {use}", cwd=tmp_path)
 
 
-def test_the_wheel_is_small(wheel: Path) -> None:
-    assert wheel.stat().st_size < 10e6
-
-
 @pytest.mark.full
-def test_a_typed_project_sees_the_public_names_and_their_types(installed: Path, tmp_path: Path) -> None:
+def test_a_typed_project_sees_the_public_names_and_their_types(installed, tmp_path):
     names = ", ".join(name for name in rope_patch.__all__ if name != "__version__")
     wrong = 'rope_patch.apply(nn.Linear(1, 1), "yarn", target_length="32k")'
     (tmp_path / "user.py").write_text(

@@ -49,7 +49,7 @@ def waits_per_token(model, make_cache=lambda: None) -> float:
         model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
     decode(1)
-    return (counted(lambda: decode(10)) - counted(lambda: decode(5))) / 5
+    return (counted(lambda: decode(7)) - counted(lambda: decode(2))) / 5
 
 
 @gpu.on("cuda")

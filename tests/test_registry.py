@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import run
+from support.commands import MEASURE, run
 from support.fresh import run_code
 from support.pages import contributed
 from support.tiny import LLAMA
@@ -64,33 +64,19 @@ def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(fol
     for _ in range(2):  # the second time it is imported already
         import_modules(["own_package.methods"])
     assert str(parse("own_inner")) == "own_inner:by=2"
+    assert sys.path[-1] == str(folder), "it does not come before installed packages afterwards"
 
 
-def test_the_current_directory_does_not_come_before_installed_packages_afterwards(folder):
-    (folder / "own_methods.py").write_text(METHOD.format(name="own_halved"))
-    import_modules(["own_methods"])
-    assert sys.path[-1] == str(folder)
-
-
-def compared(folder, *words):
-    measured = "--methods default --lengths 64 --samples 1 --depths 0.5 --windows 1 --no-report"
-    printed = run("compare", LLAMA, *measured.split(" "), "-o", folder / "out", *words)
-    return json.loads((folder / "out" / "comparison.json").read_text()), printed
-
-
-def test_a_command_measures_a_task_of_a_users_module(folder):
+def test_a_command_measures_a_task_and_shows_a_metric_of_a_users_modules(folder):
     (folder / "own_tasks.py").write_text(TASK)
-    made, _ = compared(folder, "--tasks", "house_number", "--import", "own_tasks")
-    (cell,) = made["rows"][0]["retrieval"]["house_number"]["cells"]
-    assert re.fullmatch(r"\d{3}", cell["samples"][0]["expected"])
-
-
-def test_a_command_shows_a_metric_of_a_users_module(folder):
     (folder / "own_metrics.py").write_text(METRIC)
-    made, printed = compared(folder, "--import", "own_metrics", "--report")
-    assert "answer_logprob passkey 64" in printed
-    assert "answer_logprob passkey 64" in (folder / "out" / "report.html").read_text()
-    (sample,) = made["rows"][0]["retrieval"]["passkey"]["cells"][0]["samples"]
+    asked = ("--methods", "default", "--tasks", "house_number", *MEASURE, "--report")
+    printed = run("compare", LLAMA, *asked, "--import", "own_tasks", "--import", "own_metrics", "-o", folder / "out")
+    assert "answer_logprob house_number 64" in printed
+    assert "answer_logprob house_number 64" in (folder / "out" / "report.html").read_text()
+    made = json.loads((folder / "out" / "comparison.json").read_text())
+    (sample,) = made["rows"][0]["retrieval"]["house_number"]["cells"][0]["samples"]
+    assert re.fullmatch(r"\d{3}", sample["expected"])
     (column,) = (column for column in made["columns"] if column["metric"] == "answer_logprob")
     assert column["values"] == [sample["logprob"]]
 

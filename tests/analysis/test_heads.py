@@ -3,8 +3,6 @@
 Then models whose weights were set by hand, so that one knows which head looks where; and single heads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Bounds on outliers: hand-derived values, brute force, and planted models."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -104,35 +102,27 @@ def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset
             bounds(torch.tensor([1.0]), context)
 
 
-def test_the_bounds_of_deepseek_v2_lite_are_those_of_the_paper():
-    """arXiv:2503.01832 has 9 of 32 pairs and a mean angle of 4.26 for it; its config states 163,840 tokens."""
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
-    model = tiny_model(head_dim=64, max_position_embeddings=163_840, rope_parameters=parameters)
-    layer = capture(model, ids(8)).layers[0]
-    below, angle = bounds(layer.inv_freq, layer.context)
-    assert int(below.sum()) == 9
-    assert float(angle[below].mean()) == pytest.approx(4.26, abs=0.005)
-
-
 SCALED = {
+    # DeepSeek-V2-Lite: arXiv:2503.01832 has 9 of its 32 pairs and a mean angle of 4.26.
+    "DeepSeek": ({**YARN, "factor": 40.0, "original_max_position_embeddings": 4096}, 64, 163840, 163840, 9, 4.26),
     # Llama 3.1: its factor 8 over 8192 tokens would be 65,536, and it was trained with what it states.
-    "llama3": ({**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 8192}, 131072, 25, 3.733),
+    "llama3": ({**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 8192}, 128, 131072, 131072, 25, 3.733),
     # The cards of Qwen2.5 add YaRN and leave the context at what it was before the scaling.
-    "yarn": ({**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768}, 32768, 24, 3.763),
+    "yarn": ({**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768}, 128, 32768, 131072, 24, 3.763),
 }
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_bounds_of_a_scaled_table_are_not_taken_against_the_context_before_the_scaling(name):
-    parameters, stated, count, mean = SCALED[name]
-    model = tiny_model(head_dim=128, max_position_embeddings=stated, rope_parameters=parameters)
+    parameters, head_dim, stated, reach, count, mean = SCALED[name]
+    model = tiny_model(head_dim=head_dim, max_position_embeddings=stated, rope_parameters=parameters)
     layer = capture(model, ids(8)).layers[0]
     below, angle = bounds(layer.inv_freq, layer.context)
-    table, _ = ROPE_INIT_FUNCTIONS[name](model.config)
-    slow = [f for f in table.tolist() if f < TAU / 131072]
-    assert layer.context == 131072 and int(below.sum()) == len(slow) == count
-    by_hand = sum(math.pi + 131072 * f / 2 for f in slow) / count
-    assert float(angle[below].mean()) == pytest.approx(by_hand, rel=1e-6) == pytest.approx(mean, abs=1e-3)
+    table, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model.config)
+    slow = [f for f in table.tolist() if f < TAU / reach]
+    assert layer.context == reach and int(below.sum()) == len(slow) == count
+    by_hand = sum(math.pi + reach * f / 2 for f in slow) / count
+    assert float(angle[below].mean()) == pytest.approx(by_hand, rel=1e-6) == pytest.approx(mean, abs=5e-3)
 
 
 def every_pair(capture, states="key"):

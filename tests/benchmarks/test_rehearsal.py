@@ -1,7 +1,5 @@
 """What an 8B model costs on an H100, rehearsed without one: no cost is above its bar."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Each row of the page on releases is what its command gives on a tiny model with that release's rotary settings."""
 
-from __future__ import annotations
-
 import pytest
 from support.subsets import full
 

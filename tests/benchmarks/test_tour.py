@@ -1,7 +1,5 @@
 """Public checkpoints, on wheels made here."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import zipfile

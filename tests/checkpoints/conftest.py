@@ -1,7 +1,5 @@
 """Checkpoints that several files here read, and none changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.patches import lora

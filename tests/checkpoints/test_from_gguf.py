@@ -1,7 +1,5 @@
 """A GGUF is loaded with the table it holds, which transformers' own reader drops."""
 
-from __future__ import annotations
-
 import json
 import logging
 

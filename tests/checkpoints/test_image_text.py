@@ -1,7 +1,5 @@
 """Folders of image-text models, which AutoModelForCausalLM does not load, through the calls that take a folder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.round_trip import assert_same

@@ -3,8 +3,6 @@
 A forked process is killed at its n-th change of the file system, for n over the whole run; the parent never writes.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

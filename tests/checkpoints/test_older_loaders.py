@@ -3,8 +3,6 @@
 That version 4.57.1 itself reads them so is shown by benchmarks/older_loaders.py.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

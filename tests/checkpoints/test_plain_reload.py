@@ -1,7 +1,5 @@
 """The check of a saved folder in a process without this package."""
 
-from __future__ import annotations
-
 import pytest
 from support.tiny import tiny_model
 

@@ -1,7 +1,5 @@
 """``load``, ``save``, ``inspect`` and ``verify`` as a user calls them."""
 
-from __future__ import annotations
-
 import pytest
 from support.hub import cached_repository
 from support.tiny import LLAMA
@@ -47,22 +45,16 @@ def test_load_takes_the_options_of_apply_by_name(root):
     assert (str(record.to_method()), record.target_length) == ("pi:factor=2", 128)
 
 
-def test_load_refuses_a_parameter_of_a_method(root):
-    with pytest.raises(TypeError, match="yarn:factor="):
-        rope_patch.load(root / "base", "yarn", factor=4)
-
-
 def test_load_passes_every_option_of_from_pretrained_on(root):
     model = rope_patch.load(root / "base", dtype="bfloat16", attn_implementation="eager", local_files_only=True)
     assert str(model.dtype) == "torch.bfloat16" and model.config._attn_implementation == "eager"
 
 
-def test_load_refuses_options_of_a_patch_without_a_method(root):
+def test_load_refuses_what_is_no_option_before_it_reads_the_model():
+    with pytest.raises(TypeError, match="yarn:factor="):
+        rope_patch.load("nowhere", "yarn", factor=4)
     with pytest.raises(ValueError, match="target_length goes with a method"):
-        rope_patch.load(root / "base", target_length=128)
-
-
-def test_load_refuses_a_bad_method_before_it_reads_the_model():
+        rope_patch.load("nowhere", target_length=128)
     with pytest.raises(ValueError, match="unknown"):
         rope_patch.load("nowhere", "prope")
 

@@ -1,7 +1,5 @@
 """Several processes save one model: the first one writes, the others take part in gathering, and none hangs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

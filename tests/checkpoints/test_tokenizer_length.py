@@ -1,7 +1,5 @@
 """A tokenizer that is saved beside a model cuts texts no earlier than at the context that the patch states."""
 
-from __future__ import annotations
-
 import pytest
 from support.patches import edit_json, read_json, training_begun
 from support.tiny import LLAMA, tiny_model

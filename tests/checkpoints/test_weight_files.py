@@ -1,7 +1,5 @@
 """What a folder holds is what its config describes: no tensor is missing, foreign, or of another shape."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands say first how much they read and how long that takes."""
 
-from __future__ import annotations
-
 import pytest
 from support.commands import DOMAINS, invoke
 

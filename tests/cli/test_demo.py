@@ -1,7 +1,5 @@
 """The demo: ``extend`` on a bundled checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

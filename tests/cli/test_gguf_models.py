@@ -1,7 +1,5 @@
 """Commands take a GGUF file as MODEL: those that run it say what its weights are, those that write keep it a file."""
 
-from __future__ import annotations
-
 import json
 
 import gguf

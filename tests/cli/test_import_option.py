@@ -1,7 +1,5 @@
 """``--import`` makes methods of a user's own module known to commands."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

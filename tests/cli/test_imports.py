@@ -1,12 +1,8 @@
 """What commands import: help waits for neither torch nor transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-
-import pytest
 
 from rope_patch.options import COMMANDS
 
@@ -27,25 +23,14 @@ print(json.dumps(imported))
 """
 
 
-def imported_by(*commands: list[str]) -> dict[str, list[str]]:
-    """Run commands in a process of their own; return which of the large packages were imported after each."""
+def test_help_and_what_prints_a_line_import_neither_torch_nor_transformers():
+    """In a process of their own, which says after each command what was imported by then."""
+    names = [[], *(name.split() for name in COMMANDS)]
+    assert len(names) > 13
+    commands = [*([*words, "--help"] for words in names), ["tasks"], ["--version"], ["methods"]]
     child = [sys.executable, "-c", CHILD, json.dumps(commands)]
     done = subprocess.run(child, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_help_imports_neither_torch_nor_transformers():
-    names = [[], *(name.split() for name in COMMANDS)]
-    assert len(names) > 13
-    imported = imported_by(*([*words, "--help"] for words in names))
+    imported = json.loads(done.stdout)
+    assert "transformers" not in imported.pop("methods"), "it imports torch"
     assert imported == {words: [] for words in imported}
-
-
-def test_methods_imports_torch_but_not_transformers():
-    assert "transformers" not in imported_by(["methods"])["methods"]
-
-
-@pytest.mark.parametrize("words", [["tasks"], ["--version"]])
-def test_what_prints_a_line_imports_neither(words):
-    assert imported_by(words)[" ".join(words)] == []

@@ -1,7 +1,5 @@
 """Options that several commands share mean the same in each, and as much as in Python."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.commands import invoke
+from support.commands import fail, invoke
 from support.fresh import run_code
 
 import rope_patch
@@ -96,8 +96,7 @@ def test_what_finetune_misses_is_written_as_on_its_pages():
 
 
 def test_an_unknown_command_leads_to_the_nearest():
-    result = invoke("compere")
-    assert result.exit_code == 2 and "Did you mean 'compare'?" in result.stderr
+    assert "Did you mean 'compare'?" in fail("compere")
 
 
 def test_the_module_is_the_command():

@@ -1,7 +1,5 @@
 """What commands print beside exact match: the answer first, and what was not measured."""
 
-from __future__ import annotations
-
 import pytest
 from support.commands import DOMAINS, run
 from support.report_pages import row

@@ -1,7 +1,5 @@
 """``doctor`` on adapters and on models that were merged from them."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """``RopeDoctorCallback``: a table that breaks in a Trainer, in its checkpoint or in the reference model is told."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

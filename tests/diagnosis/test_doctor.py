@@ -1,7 +1,5 @@
 """``doctor`` on models that were broken by hand, in memory and as folders, and on what is wrapped around a model."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -12,7 +10,7 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.commands import fail, invoke
+from support.commands import fail, invoke, run
 from support.patches import config_of, edit_json, lora, module_of, patched_model
 from support.tiny import PLAIN, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
@@ -390,7 +388,7 @@ def test_a_changed_folder_is_repaired_from_its_record(folder, tmp_path):
     assert all("--repair" in check.fix for check in (first, *others))
     # Which of the two bases other programs take was not asked.
     assert {check.state for check in found.checks if check.program} == {"unknown"}
-    assert invoke("doctor", str(patched), "--repair", "-o", str(repaired)).exit_code == 0
+    run("doctor", patched, "--repair", "-o", repaired)
     assert (repaired / "config.json").read_bytes() == written
     assert doctor(repaired).ok
 
@@ -404,7 +402,8 @@ def test_a_config_is_checked_without_the_weights(folder):
         pytest.skip("not in the source distribution")
     (hook,) = yaml.safe_load((root / ".pre-commit-hooks.yaml").read_text())
     program, *words = hook["entry"].split()
-    assert program == "rope-patch" and invoke(*words, str(folder), "--for", "vllm").exit_code == 0
+    assert program == "rope-patch"
+    run(*words, folder, "--for", "vllm")
     edit_json(folder / "config.json", lambda config: config["rope_parameters"].update(rope_theta=-1))
     assert invoke(*words, str(folder)).exit_code == 1
 

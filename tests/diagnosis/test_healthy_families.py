@@ -1,7 +1,5 @@
 """``doctor`` raises no false alarm: published rotary settings of many families, in memory and in a folder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.releases import RELEASES, every_release, release

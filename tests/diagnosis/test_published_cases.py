@@ -1,7 +1,5 @@
 """What ``doctor`` says of each published case, and of its healthy twin."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.commands import fail, run
 from support.engine_forms import stated_of
+from support.fresh import run_code
 from support.tiny import LLAMA, tiny_model
 
 import rope_patch
@@ -85,6 +88,23 @@ CASES = {
         {"full_attention": PLAIN, "sliding_attention": SAME},
     ),
 }
+
+
+PROGRAM = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_in_forks():
+    """This Python is asked in forks of a process that has transformers; another one in a new interpreter."""
+
+    def run_forked(command, **options):
+        if command[0] != sys.executable:
+            return subprocess.run(command, **options)
+        return run_code(PROGRAM, *command[3:], env=options["env"])  # without -W ignore
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rope_patch.engines.asking.subprocess", SimpleNamespace(run=run_forked))
+        yield
 
 
 @pytest.fixture(scope="module")

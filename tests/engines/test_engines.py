@@ -4,8 +4,6 @@ transformers computes the wanted logits in float32. llama.cpp keeps keys and val
 and that rounding is most of what differs: hence two bars, and a control that shows what another table would give.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

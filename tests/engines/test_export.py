@@ -1,7 +1,5 @@
 """Export: one config that transformers 5 and 4 read alike, the same table back, adapters, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

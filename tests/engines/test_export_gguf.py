@@ -3,8 +3,6 @@
 That llama.cpp computes the same with such files is shown in test_engines.py.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

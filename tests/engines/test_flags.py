@@ -1,7 +1,5 @@
 """Options for other programs: what is printed is parsed again, and transformers builds the method's table from it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """Statements for other programs: what is printed is done as the program does it, and gives the logits of the patch."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

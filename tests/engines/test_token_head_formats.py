@@ -1,7 +1,5 @@
 """The formats with a scale for each token and head, against vLLM's own kernels bit for bit: `make test-engines`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The bundled Llama, which most tests of this folder read."""
 
-from __future__ import annotations
-
 import pytest
 from support.prompting import TOKENIZER
 from support.tiny import bundled_model

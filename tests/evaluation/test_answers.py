@@ -1,7 +1,5 @@
 """Where a prompt ends and its answer begins, under tokenizers of every kind, and in a chat."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,29 +1,24 @@
 """The comparison of methods: paired on the same documents, resumable, and honest about what it can tell apart."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 
 import pytest
-import torch
 from scipy import stats
-from support.commands import DOMAINS, invoke
+from support.commands import DOMAINS, run
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
 from support.patches import lora, module_of, read_json
-from support.prompting import HAY
+from support.prompting import HAY, TOKENIZER, bold
 from support.scored import spy_ids
 
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.count_tokens import tokens_to_read
 from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.patching.verify import inspect_model
 from rope_patch.registry import is_built_in
-from rope_patch.runtime.progress import listen
 from rope_patch.runtime.result_cache import ResultCache
 from rope_patch.texts.builtin_text import builtin_text
 
@@ -32,9 +27,14 @@ TEXT = builtin_text("heldout").text[:20_000]
 SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 
 
-def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
+@pytest.fixture(scope="module")
+def tiny():
+    return bold(max_position_embeddings=256), TOKENIZER
+
+
+def test_it_refuses_before_it_measures_and_leaves_the_model_alone(tiny):
     """What a spec alone refuses stands with the spec."""
-    model, tokenizer = bundled
+    model, tokenizer = tiny
     stock = module_of(model)
     options = {**SMALL, "lengths": (64,)}
     for methods, changes, message in [
@@ -49,8 +49,8 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled):
     assert module_of(model) is stock
 
 
-def test_its_numbers_are_those_of_the_suite_under_each_method(bundled):
-    model, tokenizer = bundled
+def test_its_numbers_are_those_of_the_suite_under_each_method(tiny):
+    model, tokenizer = tiny
     result = compared(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
     suite = suite_of(tokenizer, **SMALL)
     for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
@@ -150,8 +150,8 @@ def test_differences_are_asked_for_by_name():
 # --- what it takes
 
 
-def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
-    model, tokenizer = bundled
+def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(tiny):
+    model, tokenizer = tiny
     fresh = compared(model, tokenizer, ["default", "yarn:factor=4", "pi:factor=2"], **SMALL)
     with rope_patch.patched(model, "yarn", factor=4):
         ours = module_of(model)
@@ -165,8 +165,8 @@ def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
         assert compared(model, tokenizer, ["default"], **SMALL).trained_length == fresh.trained_length == 256
 
 
-def test_a_failure_names_its_method(bundled):
-    model, tokenizer = bundled
+def test_a_failure_names_its_method(tiny):
+    model, tokenizer = tiny
 
     def spoil(module, args, logits):
         return logits * (float("nan") if str(inspect_model(model).record.to_method()) == "pi:factor=4" else 1.0)
@@ -180,30 +180,6 @@ def test_a_failure_names_its_method(bundled):
 
 
 # --- finished work
-
-
-def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
-    model, tokenizer = bundled
-    methods = ["default", "yarn:factor=4"]
-    journal = tmp_path / "finished.jsonl"
-    stock = module_of(model)
-    whole = compared(model, tokenizer, methods, **SMALL)
-    used = []
-
-    def stop(name, tokens):
-        used.append(name)
-        if used.count("yarn:factor=4") == 2:
-            raise KeyboardInterrupt
-
-    with listen(stop), pytest.raises(KeyboardInterrupt):
-        compared(model, tokenizer, methods, **SMALL, resume=journal)
-    assert module_of(model) is stock, "interrupted, the model is as it was"
-    used = []
-    options = {**SMALL, "resume": journal}
-    stored = []
-    with listen(lambda stage, tokens: used.append(tokens), on_more=stored.append):
-        assert compared(model, tokenizer, methods, **options).to_json() == whole.to_json()
-    assert 0 < sum(used) == 2 * tokens_to_read(whole.spec) + sum(stored), "what is stored is taken off"
 
 
 @pytest.mark.parametrize("said", ["Chapter one.\nAll my work.\n", "one line without an end"])
@@ -221,11 +197,12 @@ def test_a_file_of_another_kind_is_not_written_to(tmp_path, said):
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder = tmp_path / "adapter"
     out = tmp_path / "out"
-    model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
+    bold(max_position_embeddings=256).save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    model = rope_patch.load(tmp_path / "base", "yarn:factor=4")
     rope_patch.save(lora(model), folder)
     asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
-    result = invoke("compare", folder, *asked, "-o", out, "--no-report")
-    assert result.exit_code == 0, result.output
+    run("compare", folder, *asked, "-o", out, "--no-report")
     data = read_json(out / "comparison.json")
     yarn = data["rows"][0]["tables"][0]["inv_freq"]
     assert yarn == list(rope_patch.verify(model).tables["all"].inv_freq)
@@ -240,7 +217,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, monkeypa
     written = []
     asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4", "--lengths", "64", "--no-report"]
     asked += ["--samples", "2", "--windows", "3", "-o", str(journal.parent), "--threads", "1"]
-    asked += ["--text", DOMAINS, "--haystack", DOMAINS]
+    asked += ["--depths", "0.5", "--text", DOMAINS, "--haystack", DOMAINS]
     monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
 
     def the_fifth_is_written(event, args):
@@ -249,18 +226,18 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, monkeypa
         written.append(args)
         return len(written) == 5
 
-    def run():
+    def stopped():
         sys.stderr = said.open("w", buffering=1)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
         main()
 
-    status = forked(run, at=the_fifth_is_written, kind=kind)
+    status = forked(stopped, at=the_fifth_is_written, kind=kind)
     assert status == (-kind if kind == signal.SIGKILL else 128 + kind), said.read_text()
     if kind != signal.SIGKILL:
         assert "continues from there" in said.read_text() and "Traceback" not in said.read_text()
     assert journal.read_bytes().count(b'{"key"') == 4, "it was stopped on the way"
-    assert invoke(*asked).exit_code == 0
+    run(*asked)
     assert journal.read_bytes().count(b'{"key"') == 2 * (1 + 3 + 2), "nothing was measured twice"
 
 

@@ -1,7 +1,5 @@
 """Finished work is found again if all that made it is the same, and measured again if anything is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -117,7 +115,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("measure", "part"), [(kind, part) for kind, parts in CHANGES.items() for part in parts])
 def test_a_number_is_stored_under_all_that_makes_it(measure, part):
-    model = small()
+    model = small(num_hidden_layers=1)
     stored = {}
     before = [measure(model, stored)]
     finished = len(stored)
@@ -147,7 +145,7 @@ def test_another_model_is_measured_again(measure, part):
 
 
 def test_a_model_that_was_changed_in_memory_is_named_in_one_line_and_found_again_when_it_is_changed_back():
-    model = small()
+    model = small(num_hidden_layers=1)
     stored = {}
     said = []
     layer = model.model.layers[0]
@@ -208,7 +206,7 @@ def rounded(x, dim, bits):
 
 def test_a_format_that_reads_a_value_at_run_time_is_measured_anew():
     settings = {"bits": 2}
-    model = small()
+    model = small(num_hidden_layers=1)
     stored = {}
     found = []
 
@@ -229,7 +227,7 @@ def test_a_format_that_reads_a_value_at_run_time_is_measured_anew():
 
 
 def test_weights_are_hashed_once_and_fixed_tokens_read_once_a_patch(monkeypatch):
-    model = small()
+    model = small(num_hidden_layers=1)
     counts = {"weights_digest": 0, "fixed_logits": 0}
     for name in counts:
         original = getattr(finished_work, name)

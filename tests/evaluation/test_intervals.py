@@ -1,7 +1,5 @@
 """Intervals against published figures, scipy and simulation."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """One reading of a window gives what a reading for perplexity and one for each prompt give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.prompting import TOKENIZER

@@ -1,7 +1,5 @@
 """Perplexity against the naive computation from whole logits."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

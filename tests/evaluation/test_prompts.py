@@ -1,7 +1,5 @@
 """Retrieval prompts: exact lengths, needles where they should be, haystacks that are what they say."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

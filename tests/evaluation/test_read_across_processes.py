@@ -1,7 +1,5 @@
 """Windows and prompts divided among processes: the results of one process, and finished work that is shared."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from support.commands import run
 from support.evaluated import check_cache, compared
 from support.forks import together
-from support.prompting import HAY
+from support.prompting import HAY, TOKENIZER, bold
 from support.scored import spy_ids
 
 import rope_patch
@@ -104,20 +102,20 @@ def share(rank, model, tokenizer, folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(bundled, tmp_path_factory):
+def outcomes(tmp_path_factory):
     """What one process finds, and what each of two, which go on from what a third one had finished when it stopped."""
-    (model, tokenizer) = bundled
+    model = bold()
     (two, one) = map(tmp_path_factory.mktemp, ("two", "one"))
     run(*COMMAND, str(one / "command"))  # first: all processes inherit the text that is encoded by then
-    single = measured(model, tokenizer, one)
+    single = measured(model, TOKENIZER, one)
 
     def stop(name, tokens):
         if name != "default":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare_with(model, tokenizer, two / "cache.jsonl", stop)
-    together(lambda rank: share(rank, model, tokenizer, two), two)
+        compare_with(model, TOKENIZER, two / "cache.jsonl", stop)
+    together(lambda rank: share(rank, model, TOKENIZER, two), two)
     return single, [json.loads((two / f"{rank}.json").read_text()) for rank in range(2)], (one, two)
 
 

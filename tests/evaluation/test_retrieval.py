@@ -1,7 +1,5 @@
 """Retrieval against greedy generation of stock transformers and log-probabilities from whole logits."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

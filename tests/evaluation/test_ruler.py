@@ -1,7 +1,5 @@
 """RULER's tasks against lm-eval's generators of them, given the same draws."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib
@@ -39,10 +37,22 @@ DEPTHS = (0.0, 0.5, 1.0)
 
 @pytest.fixture(scope="module")
 def theirs():
-    """lm-eval's generators, which look for a tokenizer of sentences on the network when they are imported."""
+    """lm-eval's generators, which look for a tokenizer of sentences on the network when they are imported.
+
+    They also pair all nouns and adjectives, for five seconds; a thousand words are enough here.
+    """
     nltk = pytest.importorskip("nltk")
+    wonderwords = pytest.importorskip("wonderwords")
+    stock = wonderwords.RandomWord
+
+    def few():
+        found = stock()
+        found._categories = {kind: words[:1000] for kind, words in found._categories.items()}
+        return found
+
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(nltk, "download", lambda *a, **k: False)
+        patch.setattr(wonderwords, "RandomWord", few)
         names = ("prepare_niah", "niah_utils", "vt_utils", "cwe_utils", "fwe_utils", "common_utils")
         modules = {name: importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names}
         patch.setattr(modules["prepare_niah"], "cached_sent_tokenize", lambda text: re.split(r"(?<=[.!?]) +", text))

@@ -1,7 +1,5 @@
 """Tasks whose text is their own: what stands in it, and that the answer follows from it."""
 
-from __future__ import annotations
-
 import json
 import re
 

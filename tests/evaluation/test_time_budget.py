@@ -1,7 +1,5 @@
 """How fast a model reads."""
 
-from __future__ import annotations
-
 import pytest
 from support.tiny import tiny_model
 

@@ -1,7 +1,5 @@
 """Which method is chosen, by numbers of scores that are made up."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

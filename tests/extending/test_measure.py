@@ -1,7 +1,5 @@
 """Rounds of measurements: successive halving until a deadline, with the same reading under all methods."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

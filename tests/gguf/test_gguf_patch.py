@@ -3,8 +3,6 @@
 What a file holds is read with gguf's own reader, and what it computes with transformers'.
 """
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The rotary table of a GGUF file: how a patch writes it, and how it is read back, of other tools' files too."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

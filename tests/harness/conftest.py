@@ -1,7 +1,5 @@
 """What tests of the lm-eval plug-in share: its command line in this process."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 

@@ -1,7 +1,5 @@
 """Requests of lm-eval."""
 
-from __future__ import annotations
-
 from lm_eval.api.instance import Instance
 
 

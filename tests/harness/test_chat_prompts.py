@@ -1,7 +1,5 @@
 """lm-eval's --apply_chat_template: prompts of our tasks keep their exact length, and are those of our engine."""
 
-from __future__ import annotations
-
 import pytest
 from lm_eval.models.huggingface import HFLM
 from support.prompting import bold

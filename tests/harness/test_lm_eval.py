@@ -1,7 +1,5 @@
 """lm-eval: our model type against its own and against whole logits, our tasks against our engines, the command line."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -25,7 +23,7 @@ from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
 from support import prompting
-from support.commands import invoke
+from support.commands import run
 from support.largest import Largest
 from support.patches import lora, read_json
 from support.prompting import TOKENIZER
@@ -325,8 +323,7 @@ def test_answers_of_another_model_are_not_reused(tmp_path):
 
 def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
     folder = tmp_path / "patched"
-    arguments = ["apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", str(folder)]
-    assert invoke(*arguments).exit_code == 0
+    run("apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", folder)
     options = {"device": "cpu", "dtype": "float32", "batch_size": 4, "logits_cache": False}
     asked = requests("loglikelihood", (9 * DOCUMENT.rstrip(), DOCUMENT), *PAIRS)
     prompts = requests("generate_until", (9 * DOCUMENT, greedy(8)))
@@ -467,12 +464,6 @@ def test_no_window_is_longer_than_its_length(decoder, monkeypatch, tmp_path):
 def test_wrong_metadata_is_an_error(task, metadata, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         _ = our_tasks(**metadata).load([task])["tasks"][task].dataset
-
-
-def test_options_of_other_tasks_and_of_the_model_pass():
-    metadata = {"samples": 1, "windows": 1, "method": "pi", "p": 0.5, "max_length": 2048}
-    loaded = our_tasks(max_seq_lengths=1024, **metadata).load(["rope_retrieval", "rope_ppl"])["tasks"]
-    assert len(loaded) == 17
 
 
 def test_no_requests_come_from_lm_evals_cache_which_does_not_know_the_documents(tmp_path, monkeypatch):

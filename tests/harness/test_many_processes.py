@@ -1,7 +1,5 @@
 """lm-eval in two processes: each answers half of the requests, once, and the scores are those of one."""
 
-from __future__ import annotations
-
 import json
 
 import lm_eval

@@ -1,7 +1,5 @@
 """The bar of lm-eval's requests, and what an interrupted run keeps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

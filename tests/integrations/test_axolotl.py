@@ -3,8 +3,6 @@
 The stub has the hooks of axolotl 0.18.0 that the plug-in overrides.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -52,6 +50,11 @@ def plugin(monkeypatch):
     yield load_plugin(f"{NAME}.RopePatchPlugin")
 
 
+def options_of(plugin):
+    module, _, name = plugin.get_input_args().rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 def cfg(**patch):
     return SimpleNamespace(rope_patch=patch, sequence_len=128)
 
@@ -63,8 +66,7 @@ def test_it_overrides_hooks_that_the_base_has(plugin):
 
 
 def test_the_key_is_checked_before_anything_is_loaded(plugin):
-    module, _, name = plugin.get_input_args().rpartition(".")
-    kind = getattr(importlib.import_module(module), name)
+    kind = options_of(plugin)
     assert kind(rope_patch={"method": "yarn", "target_length": 256}).rope_patch["target_length"] == 256
     for wrong in ({"method": "yarm"}, {"methd": "yarn"}, {"target_length": 256}, {"method": "yarn", "freeze_at": 0}):
         with pytest.raises(pydantic.ValidationError):
@@ -97,6 +99,5 @@ def test_what_is_saved_has_its_record(plugin, tmp_path):
 def test_the_page_has_a_file_that_the_plug_in_takes(plugin):
     page = (ROOT / "docs" / "trl.md").read_text("utf-8").partition("## axolotl")[2]
     written = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])
-    module, _, name = plugin.get_input_args().rpartition(".")
     assert written["plugins"] == [f"{NAME}.{type(plugin).__name__}"] and written["base_model"]
-    assert getattr(importlib.import_module(module), name)(rope_patch=written["rope_patch"])
+    assert options_of(plugin)(rope_patch=written["rope_patch"])

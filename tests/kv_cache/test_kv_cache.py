@@ -1,7 +1,5 @@
 """Quantized caches: what the two engines agree on, and what they agree on with caches made from scratch in the test."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -277,7 +275,7 @@ def test_what_a_layer_returned_is_not_written_to_later(exact):
     assert all(torch.equal(states, was) for states, was in returned)
 
 
-def test_fresh_and_reset_caches_begin_anew():
+def test_fresh_and_reset_caches_begin_anew_and_one_that_is_dropped_is_gone():
     model = model_for("llama")
     rows = ids(TOKENS, 2)
     with quantized(model, SCHEMES[0]) as factory:
@@ -287,6 +285,11 @@ def test_fresh_and_reset_caches_begin_anew():
         assert past.get_seq_length() == 0
         assert torch.equal(losses(model, rows, past, chunk=9), expected)
         assert torch.equal(losses(model, rows, factory(), chunk=9), expected)
+        held = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
+        losses(model, rows)
+        del past
+        gc.collect()
+        assert [states() for states in held] == [None] * 4
 
 
 # --- padding
@@ -398,38 +401,19 @@ def test_a_cache_goes_on_outside_of_inference_mode_and_with_gradients(exact):
         assert torch.isfinite(model.get_input_embeddings().weight.grad).all()
 
 
-def test_a_cache_refuses_other_numbers_of_rows_and_keeps_the_wider_type():
+def test_a_cache_refuses_other_numbers_of_rows_and_cropping_and_keeps_the_wider_type():
     model = model_for("llama")
     with quantized(model, "kivi-2") as factory:
         past = factory()
         losses(model, ids(12, 1), past)
         with pytest.raises(ValueError, match="holds 1 rows of 2 heads, got 3"):
             losses(model, ids(4, 3), past)
-        layer = past.layers[0]
-        layer.update(*(states[:, :, :1].half() for states in (layer.raw_keys, layer.raw_values)))
-        assert layer.keys.dtype == layer.raw_values.dtype == model.dtype
-
-
-def test_a_cache_that_is_dropped_is_gone():
-    model = model_for("llama")
-    with quantized(model, SCHEMES[0]) as factory:
-        past = factory()
-        losses(model, ids(TOKENS, 1), past, 7)
-        held = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
-        losses(model, ids(TOKENS, 1))
-        del past
-        gc.collect()
-        assert [states() for states in held] == [None] * 4
-
-
-def test_cropping_is_refused():
-    model = model_for("llama")
-    with quantized(model, "kivi-2") as factory:
-        past = factory()
-        losses(model, ids(8, 1), past)
         assert not past.is_croppable
         with pytest.raises(NotImplementedError, match="cropped"):
             past.crop(-2)
+        layer = past.layers[0]
+        layer.update(*(states[:, :, :1].half() for states in (layer.raw_keys, layer.raw_values)))
+        assert layer.keys.dtype == layer.raw_values.dtype == model.dtype
 
 
 # --- before and after rotation
@@ -696,44 +680,31 @@ def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
 # --- the engines of the evaluation
 
 
-def test_models_have_runs_of_their_own():
-    """Two models read through two schemes at once; either may end first, and another thread may read."""
+@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
+def test_runs_may_end_in_any_order(shared):
+    """Two schemes at once, through models of their own or through one; another thread may read."""
     rows = ids(TOKENS, 2)
     texts = ("k=int2.token;v=none", "k=int8.token;v=int2.token")
-    models = [tiny_model("llama", initializer_range=0.2).double() for _ in texts]
+    older, newer = (tiny_model("llama", initializer_range=0.2).double() for _ in texts)
+    if shared:
+        newer = older
+    plain = losses(older, rows)
     alone = []
-    for model, text in zip(models, texts, strict=True):
-        with quantized(model, text):
-            alone.append(losses(model, rows))
+    for text in texts:
+        with quantized(older, text):
+            alone.append(losses(older, rows))
     first, second = (contextlib.ExitStack() for _ in texts)
-    first.enter_context(quantized(models[0], texts[0]))
-    second.enter_context(quantized(models[1], texts[1]))
-    for model, expected in zip(models, alone, strict=True):
-        assert torch.equal(losses(model, rows), expected)
+    factory = first.enter_context(quantized(older, texts[0]))
+    second.enter_context(quantized(newer, texts[1]))
+    close(losses(older, rows, factory(), 7), alone[0], 1e-6)  # a cache keeps to its own scheme
+    assert torch.equal(losses(older, rows), alone[shared])  # of one model the latest counts
     first.close()
-    assert float((losses(models[0], rows) - alone[0]).abs().max()) > 0.01  # in full precision again
+    if not shared:
+        assert torch.equal(losses(older, rows), plain)
     read = []
-    thread = threading.Thread(target=lambda: read.append(losses(models[1], rows)))
+    thread = threading.Thread(target=lambda: read.append(losses(newer, rows)))
     thread.start()
     thread.join()
     assert torch.equal(read[0], alone[1])
     second.close()
-
-
-def test_runs_of_one_model_may_end_in_any_order():
-    model = model_for("llama")
-    rows = ids(TOKENS, 1)
-    texts = ("k=int2.token;v=none", "k=int8.token;v=int2.token")
-    plain = losses(model, rows)
-    alone = []
-    for text in texts:
-        with quantized(model, text):
-            alone.append(losses(model, rows))
-    first, second = (contextlib.ExitStack() for _ in texts)
-    older = first.enter_context(quantized(model, texts[0]))
-    second.enter_context(quantized(model, texts[1]))
-    close(losses(model, rows, older(), 7), alone[0], 1e-6)  # a cache keeps to its own scheme
-    first.close()
-    assert torch.equal(losses(model, rows), alone[1])  # the latest counts
-    second.close()
-    assert torch.equal(losses(model, rows), plain)
+    assert torch.equal(losses(newer, rows), plain)

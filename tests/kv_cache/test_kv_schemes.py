@@ -1,7 +1,5 @@
 """Schemes as text, and their rounding against the code of the programs that run them and against plain Python."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

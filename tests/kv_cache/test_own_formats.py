@@ -1,7 +1,5 @@
 """Formats of a user's own module: one class in one file, which commands know by ``--import``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

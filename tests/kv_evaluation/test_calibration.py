@@ -1,7 +1,5 @@
 """Scales of an fp8 cache that a text gives, and what they change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.prompting import ENGLISH, TOKENIZER

@@ -1,7 +1,5 @@
 """``kv_check``: it measures what the engines measure, its conclusions follow, what is planted is found."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """By what a model is known: what it is made of, bit by bit, and what it answers to fixed tokens."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

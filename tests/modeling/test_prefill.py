@@ -1,10 +1,7 @@
 """Attention of a chunk that follows a context, against attention with a mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.largest import Largest
 from torch import nn
 
 from rope_patch.modeling import prefill
@@ -55,11 +52,3 @@ def test_flash_attention_sees_the_same_tokens(monkeypatch):
     out, _ = prefill.prefill_attention(nn.Identity(), query, key, value, None, scaling=0.3)
     true = by_definition(query, key, value, 0.3).transpose(1, 2)
     assert float((out - true).abs().max()) < 1e-12
-
-
-@torch.no_grad()
-def test_no_tensor_of_the_size_of_chunk_times_context_is_made_on_a_cpu():
-    query, key, value = states(torch.float32, heads=1, groups=1)
-    with Largest(torch.Tensor.numel) as seen:
-        prefill_attention(nn.Identity(), query, key, value, None, scaling=0.3)
-    assert 0 < seen.largest <= key.numel() < CHUNK * BEFORE

@@ -1,7 +1,5 @@
 """What a reader computes is what the model computes; tests/families has every type."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """docs/doctor.md shows what ``rope-patch doctor`` really prints of its broken example."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

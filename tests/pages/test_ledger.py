@@ -1,13 +1,11 @@
 """The ledger of the site: what stands in the results, once, and which comparisons of others are taken."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path
 
 import pytest
-from support.commands import invoke
+from support.commands import run
 from support.patches import read_json
 from support.tiny import LLAMA
 
@@ -40,8 +38,7 @@ def test_each_cell_stands_once_and_what_was_not_measured_is_empty(ledger):
 @pytest.mark.full  # it runs a comparison
 def test_a_comparison_is_taken_or_refused_with_the_reason(ledger, tmp_path):
     asked = ("--lengths", "64", "--windows", "2", "--samples", "1", "--depths", "0.5", "--no-report")
-    words = ("compare", LLAMA, "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)
-    assert invoke(*map(str, words)).exit_code == 0
+    run("compare", LLAMA, "--methods", "default yarn:factor=4", *asked, "-o", tmp_path)
     path = tmp_path / "comparison.json"
     assert ledger["main"](["--check", str(path)]) == 0
     before, after = ledger["of_comparison"](read_json(path), path)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support.commands import invoke
+from support.commands import run
 from support.tiny import tiny_model
 
 import rope_patch
@@ -66,4 +66,5 @@ def test_the_commands_of_the_pages_run(tmp_path, monkeypatch):
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "rope-patch"
-        assert invoke(*arguments).exit_code == 0, command
+        least = ["--depths", "0.5", "--no-report"] if arguments[0] == "compare" else []
+        run(*arguments, *least)

@@ -1,7 +1,5 @@
 """METHODS × ARCHITECTURES: what a patch does to a model, and that it can be undone."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import dataclass

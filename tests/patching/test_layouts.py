@@ -1,7 +1,5 @@
 """Families that lay cos and sin out in ways of their own, and those with several position axes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -111,24 +109,15 @@ def test_the_effect_is_that_of_transformers_own_type(family, method, parameters)
     assert_same_as_transformers(family, method, parameters)
 
 
+@pytest.mark.slow
 @every_family
-def test_a_pickled_module_computes_the_same(family):
+def test_pickled_and_compiled_in_one_graph_it_computes_the_same(family):
     model = drawn_model(family)
     rope_patch.apply(model, "yarn:factor=4")
     module = module_of(model)
     x = torch.zeros(1)
     places = torch.tensor([[0, 1, 500, 4000]])
     assert equal(pickle.loads(pickle.dumps(module))(x, places), module(x, places))
-
-
-@pytest.mark.slow
-@every_family
-def test_compiled_in_one_graph(family):
-    model = drawn_model(family)
-    rope_patch.apply(model, "yarn:factor=4")
-    module = module_of(model)
-    x = torch.zeros(1)
-    places = torch.arange(7)[None]
     torch._dynamo.reset()
     assert equal(torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places))
 

@@ -1,7 +1,5 @@
 """A patch that would change nothing, or that a model could not run with, is refused before anything is changed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

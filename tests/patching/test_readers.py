@@ -1,7 +1,5 @@
 """Families whose attention reads the config besides the rotary embedding: the table changes, and nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints that are scaled already: twice the stated context is the stock config with its factor raised by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The table in use is the one applied, whatever is done to the model: shown by calling the module."""
 
-from __future__ import annotations
-
 import copy
 import io
 

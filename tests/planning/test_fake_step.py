@@ -1,7 +1,5 @@
 """Plans at full size, against a real training step and real measurements on fake tensors, which hold no numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans against published counts, hand-computed figures, and what autograd really keeps."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

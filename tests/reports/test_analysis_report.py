@@ -1,7 +1,5 @@
 """The page of an analysis: numbers where they belong, bounds at their pair, tokens that are seen and do no harm."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """The report of a comparison: every score in its place, a winner only where there is one."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

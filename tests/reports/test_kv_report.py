@@ -1,7 +1,5 @@
 """The page of ``rope-patch kv-check``."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

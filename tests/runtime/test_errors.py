@@ -1,7 +1,5 @@
 """Errors of libraries become a ValueError that names the file, and those of this package stay as they are."""
 
-from __future__ import annotations
-
 import pytest
 
 from rope_patch.runtime.errors import as_value_error

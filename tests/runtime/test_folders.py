@@ -70,10 +70,7 @@ def test_nothing_stays_after_an_error_and_no_folder_made_on_the_way(tmp_path):
 
 def test_a_folder_that_holds_files_is_kept_unless_it_may_be_overwritten(tmp_path):
     (tmp_path / "mine").write_text("")
-    with (
-        pytest.raises(FileExistsError, match="empty"),
-        folder_in_one_move(tmp_path, overwrite=False),
-    ):
+    with pytest.raises(FileExistsError, match="empty"), folder_in_one_move(tmp_path, overwrite=False):
         pass
     with folder_in_one_move(tmp_path) as folder:
         fill(folder)
@@ -127,6 +124,14 @@ def test_two_processes_do_not_write_one_output(tmp_path, held, asked):
     assert names(tmp_path) == ["out"]
 
 
+def eight_at_once(call):
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_of_two_that_begin_before_either_ends_one_wins(tmp_path):
     """The first has checked that nothing is in the way when the second publishes: it must look again."""
     outcome = []
@@ -140,11 +145,7 @@ def test_of_two_that_begin_before_either_ends_one_wins(tmp_path):
         except (FileExistsError, BlockingIOError):
             outcome.append("refused")
 
-    threads = [threading.Thread(target=write, args=(str(number), 0.05)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    eight_at_once(lambda number: write(str(number), 0.05))
     assert outcome.count("refused") == 7
     assert names(tmp_path) == ["out"]
     assert len({path.read_text() for path in (tmp_path / "out").iterdir()}) == 1
@@ -152,11 +153,7 @@ def test_of_two_that_begin_before_either_ends_one_wins(tmp_path):
 
 def test_many_writers_of_one_small_file_wait_for_each_other(tmp_path):
     path = tmp_path / "record.json"
-    threads = [threading.Thread(target=write_atomically, args=(path, str(number) * 9)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    eight_at_once(lambda number: write_atomically(path, str(number) * 9))
     assert len(set(path.read_text())) == 1
     assert names(tmp_path) == ["record.json"]
 

@@ -1,7 +1,5 @@
 """The header of a GGUF file is read once by the package gguf, with what it would have read itself."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """What all reports share: one file that loads nothing, everything escaped, colours that can be read."""
 
-from __future__ import annotations
-
 import matplotlib.image
 from support.report_pages import Page as Parsed
 from support.report_pages import accessible, loads_nothing

@@ -1,7 +1,5 @@
 """Which device a process takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

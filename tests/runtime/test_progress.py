@@ -1,7 +1,5 @@
 """Progress within a window: each layer moves it, and what is reported adds up to what was announced."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.prompting import TOKENIZER, bold

@@ -3,8 +3,6 @@
 ``FOLDER/converted.gguf`` is written; the last line of the output holds the error by folder, "" where there is none.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

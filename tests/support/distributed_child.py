@@ -4,8 +4,6 @@ The two processes are forked; ``torchrun --nproc_per_node 2 tests/support/distri
 Either writes ``rank-0.pt`` and ``rank-1.pt`` into the folder.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -22,6 +22,7 @@ from rope_patch.patching.install import apply
 from rope_patch.patching.locate import locate
 from rope_patch.patching.older_keys import add_older_keys
 from rope_patch.patching.verify import inspect_model
+from support.engine_folders import LLAMA3
 
 CONTEXT = 4096
 TARGET = 16384
@@ -90,7 +91,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 BASE = {"rope_theta": 123456.0}
 """A base that no family has by default: what a program does with it, it does with every base."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn with its factor": YARN | {"attention_factor": 1.5},

@@ -1,7 +1,5 @@
 """Evaluations of short texts in memory, and comparisons and checks whose specs are given as keyword arguments."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 

@@ -1,7 +1,5 @@
 """Rows of a check of the KV cache whose losses and errors are written by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from rope_patch.kv_evaluation.attribution import Attribution, Remedy

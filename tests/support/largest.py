@@ -1,7 +1,5 @@
 """Note how large the tensors are that operations make."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

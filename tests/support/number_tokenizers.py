@@ -1,7 +1,5 @@
 """Tokenizers that cut numbers, and the spaces before them, in different places."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

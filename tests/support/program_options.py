@@ -1,7 +1,5 @@
 """The options by which a program runs an unchanged checkpoint under a method, in one call."""
 
-from __future__ import annotations
-
 from rope_patch.engines.flags import checkpoint_under
 from rope_patch.engines.statements import statement_of
 

@@ -1,7 +1,5 @@
 """Retrieval prompts from a short text, and tiny models that read them."""
 
-from __future__ import annotations
-
 from transformers import AutoTokenizer
 
 import rope_patch

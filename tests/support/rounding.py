@@ -1,7 +1,5 @@
 """Quantization of a block in plain Python, number by number."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 

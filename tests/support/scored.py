@@ -1,7 +1,5 @@
 """Helpers of tests of the evaluation: models with uneven attention, losses from whole logits, watched calls."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import contextmanager
 

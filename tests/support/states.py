@@ -5,8 +5,6 @@ and transformers' ``sdpa``, which sees values. ``attended`` wraps transformers' 
 keys after rotation, and returns weights.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """lm-eval's index of tasks: of its own 14,000 those of RULER alone, since reading all takes seven seconds."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

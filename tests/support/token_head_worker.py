@@ -4,8 +4,6 @@
 features), and writes for each job and format ``NAME.FORMAT.npy``, the states as vLLM's attention reads them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The built-in corpus: what a file of it holds, and that it is the text that its README describes."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 

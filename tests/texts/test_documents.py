@@ -1,7 +1,5 @@
 """Texts from strings, files, folders and datasets, and what their tokens cover."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reader of what ships with CPython, in the recipe of the bundled models, against the files that it reads."""
 
-from __future__ import annotations
-
 import platform
 import re
 import sysconfig

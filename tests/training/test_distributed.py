@@ -1,7 +1,5 @@
 """More than one device: two processes over gloo give what one gives; rows that devices share; the launch configs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

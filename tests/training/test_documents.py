@@ -1,7 +1,5 @@
 """The documents of a run: files of every kind, those that are held out, and data that is too short."""
 
-from __future__ import annotations
-
 import copy
 import json
 

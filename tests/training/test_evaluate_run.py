@@ -1,7 +1,5 @@
 """Evaluations of a run: their numbers, and what is said of the difference between two of them."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 from support.evaluated import perplexity_of, result_of, retrieval_of

@@ -1,7 +1,5 @@
 """The fine-tuning recipe, end to end on a bundled checkpoint: what it leaves, how it resumes, what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -15,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import invoke
+from support.commands import invoke, run
 from support.forks import forked
 from support.gguf_files import write_toy
 from support.patches import config_of, edit_json, read_json
 from support.prompting import TOKENIZER
 from support.recipe_runs import SMALL, losses, needs_trl, recipe
 from support.subsets import full
-from support.tiny import LLAMA, bundled_model
+from support.tiny import LLAMA, bundled_model, small
 from transformers import TrainerState
 
 import rope_patch
@@ -47,7 +45,8 @@ DOMAINS = LLAMA.parent / "domains"
 TEXTS = [f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.haystack={DOMAINS}"]
 """Read in a fraction of the time that the built-in text takes, which the smoke run reads."""
 
-QUICK = ("train.max_steps=1", "evaluation.before=false", "evaluation.lengths=128")
+QUICK = ("train.max_steps=1", "train.gradient_accumulation_steps=1", "evaluation.before=false")
+QUICK += ("evaluation.lengths=128", "evaluation.depths=0.5", "evaluation.windows=1")
 
 
 def options(out, *words):
@@ -59,6 +58,15 @@ def done(tmp_path_factory):
     """A run with evaluations on the way."""
     out = tmp_path_factory.mktemp("run") / "yarn"
     return finetune(options(out, "evaluation.every=2"), command="python recipes/finetune_lora.py x.yaml")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Options of a run of one step on a tiny model."""
+    base = tmp_path_factory.mktemp("base")
+    small(num_hidden_layers=1, max_position_embeddings=256).save_pretrained(base)
+    TOKENIZER.save_pretrained(base)
+    return lambda out, *words: options(out, *QUICK, f"model.name={base}", *words)
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
@@ -102,12 +110,12 @@ def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     assert after["perplexity_0_128"] != pytest.approx(before["perplexity_0_128"], abs=1e-3)
 
 
-def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(tmp_path):
+def test_a_part_of_the_data_is_kept_from_training_and_evaluated_on(quick, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, document in enumerate(builtin_text("train").documents[:20]):
         (texts / f"{number}.txt").write_text(document)
-    asked = options(tmp_path / "run", f"data.source={texts}", "evaluation.text=null", "evaluation.windows=4", *QUICK)
+    asked = quick(tmp_path / "run", f"data.source={texts}", "evaluation.text=null", "evaluation.windows=4")
     result = finetune(asked)
     assert "kept from training" in result.results["text"]
     assert result.results["text"] in (result.folder / "README.md").read_text()
@@ -150,7 +158,7 @@ def test_two_commands_do_not_work_in_one_folder(tmp_path):
         assert forked(run) == 0  # the process that holds a lock may take it again
 
 
-def test_a_mistake_costs_nothing(tmp_path):
+def test_a_mistake_costs_nothing(quick, tmp_path):
     """A run that never got to a checkpoint gives its folder up to the corrected command."""
     (tmp_path / "short.txt").write_text("A short text. " * 5)
     for wrong in (
@@ -159,16 +167,16 @@ def test_a_mistake_costs_nothing(tmp_path):
         f"data.source={tmp_path / 'short.txt'}",
     ):
         with pytest.raises(ValueError):
-            finetune(options(tmp_path / "run", wrong, *QUICK))
-    assert finetune(options(tmp_path / "run", *QUICK)).results["steps"] == 1
+            finetune(quick(tmp_path / "run", wrong))
+    assert finetune(quick(tmp_path / "run")).results["steps"] == 1
 
 
-def test_restart_deletes_the_earlier_run_once_the_new_one_is_sound(done, tmp_path):
+def test_restart_deletes_the_earlier_run_once_the_new_one_is_sound(done, quick, tmp_path):
     shutil.copytree(done.folder, tmp_path / "run")
     with pytest.raises((ValueError, OSError)):
-        finetune(options(tmp_path / "run", *QUICK, "model.name=./nowhere"), restart=True)
+        finetune(quick(tmp_path / "run", "model.name=./nowhere"), restart=True)
     assert (tmp_path / "run" / "results.json").exists() and (tmp_path / "run" / "work" / "checkpoint-4").exists()
-    result = finetune(options(tmp_path / "run", *QUICK), restart=True)
+    result = finetune(quick(tmp_path / "run"), restart=True)
     assert result.results["steps"] == 1 and not (tmp_path / "run" / "work" / "checkpoint-4").exists()
 
 
@@ -201,27 +209,34 @@ def test_a_run_killed_while_it_saves_goes_on_and_ends_with_the_same_weights(done
     assert result.results["before"] == done.results["before"]
 
 
-def test_a_run_does_not_go_on_over_other_weights_or_text(tmp_path):
+def test_a_run_does_not_go_on_over_other_weights_or_text(quick, tmp_path):
     base, text, asked, hay, out = (tmp_path / name for name in ("base", "text.txt", "asked.txt", "hay.txt", "run"))
     shutil.copytree(LLAMA, base)
     for file in (text, asked, hay):
         file.write_text("\n".join(builtin_text("train").documents[:4]))
     texts = [(text, "data.source"), (asked, "evaluation.text"), (hay, "evaluation.haystack")]
-    words = (f"model.name={base}", *(f"{name}={file}" for file, name in texts), *QUICK)
-    finetune(options(out, *words))
+    words = (f"model.name={base}", *(f"{name}={file}" for file, name in texts))
+    finetune(quick(out, *words))
     weights = base / "model.safetensors"
     for changed, name in [(weights, "model.name"), *texts]:
         before = changed.read_bytes()
         changed.write_bytes(before[:-1] + b"\1")
         with pytest.raises(ValueError, match=f"contents of {name}="):
-            finetune(options(out, *words))
+            finetune(quick(out, *words))
         changed.write_bytes(before)
     settings = out / "work" / "run.json"
     earlier = read_json(settings)
     earlier["evaluation.longppl"] = True  # an option that is gone
     settings.write_text(json.dumps(earlier))
     with pytest.raises(ValueError, match=r"longppl=True \(now None\)"):
-        finetune(options(out, *words))
+        finetune(quick(out, *words))
+
+
+def changed_keys(asked, file, content):
+    before = identity(asked)
+    file.write_bytes(content)
+    changed = identity(asked)
+    return {key for key in before if before[key] != changed[key]}
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "tokenizer.json", "chat_template.jinja", "modeling_own.py"])
@@ -232,10 +247,7 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     (base / "modeling_own.py").write_text("A = 1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
     asked = options(tmp_path / "run", f"model.name={base}", "model.trust_remote_code=true")
-    before = identity(asked)
-    (base / name).write_bytes((base / name).read_bytes() + b" ")
-    changed = identity(asked)
-    assert {key for key in before if before[key] != changed[key]} == {"contents of model.name"}
+    assert changed_keys(asked, base / name, (base / name).read_bytes() + b" ") == {"contents of model.name"}
 
 
 OWN = """
@@ -260,10 +272,8 @@ def test_the_code_of_a_method_and_a_task_of_ones_own_is_part_of_a_run(tmp_path, 
     (tmp_path / "own_code.py").write_text(OWN)
     importlib.import_module("own_code")
     asked = options(tmp_path / "run", "patch.method=slower", "evaluation.task=keys")
-    before = identity(asked)
-    (tmp_path / "own_code.py").write_text(OWN.replace("/ 2", "/ 3"))
-    changed = identity(asked)
-    assert {key for key in before if before[key] != changed[key]} == {"code of patch.method", "code of evaluation.task"}
+    changed = changed_keys(asked, tmp_path / "own_code.py", OWN.replace("/ 2", "/ 3").encode())
+    assert changed == {"code of patch.method", "code of evaluation.task"}
 
 
 def test_a_run_that_was_killed_after_its_last_step_trains_no_more(done, tmp_path):
@@ -285,13 +295,13 @@ def test_ctrl_c_says_whether_anything_is_saved(tmp_path, monkeypatch, step):
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(SFTTrainer, "training_step", interrupted)
-    words = (*SMALL, *TEXTS, f"output={tmp_path / 'run'}", "train.save_steps=2", "evaluation.before=false")
+    words = (*SMALL, *TEXTS, *QUICK, f"output={tmp_path / 'run'}", "train.max_steps=4", "train.save_steps=2")
     stopped = invoke("finetune", *words)
     assert stopped.exit_code == 130
     assert ("Nothing is saved" in stopped.stderr) == (step == 1)
     assert ("Checkpoints are saved" in stopped.stderr) == (step == 3)
     monkeypatch.setattr(SFTTrainer, "training_step", stock)
-    assert invoke("finetune", *words).exit_code == 0
+    run("finetune", *words)
 
 
 # --- a dry run
@@ -350,44 +360,41 @@ def test_a_dry_run_refuses_what_the_run_refuses(bases, tmp_path, words):
 def test_a_model_whose_layers_rotate_within_a_window_alone_is_trained_on_its_own_table(bases, tmp_path):
     words = (*SMALL, *TEXTS, f"output={tmp_path / 'run'}", f"model.name={bases}/windowed", "--dry-run")
     assert "no layer" in invoke("finetune", *words).stderr
-    assert invoke("finetune", *words, "patch.method=default").exit_code == 0
+    run("finetune", *words, "patch.method=default")
 
 
 def test_a_dry_run_that_passes_writes_nothing(done, tmp_path):
-    dry = invoke("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
-    assert dry.exit_code == 0 and "4 steps of 256 tokens; evaluations: 3, " in dry.stdout
-    places = [dry.stdout.index(text) for text in ("patch: yarn:factor=4", "4 steps", "peak", "learning_rate")]
+    printed = run("finetune", *SMALL, *TEXTS, f"output={tmp_path / 'run'}", "--dry-run")
+    assert "4 steps of 256 tokens; evaluations: 3, " in printed
+    places = [printed.index(text) for text in ("patch: yarn:factor=4", "4 steps", "peak", "learning_rate")]
     assert places == sorted(places), "what was asked for first, all options last"
     assert not any(tmp_path.iterdir())
-    assert invoke("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run").exit_code == 0
+    run("finetune", *SMALL, *TEXTS, "evaluation.every=2", f"output={done.folder}", "--dry-run")
 
 
 # --- ways to train
 
 
-def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
+def test_a_patched_checkpoint_keeps_its_patch(quick, tmp_path):
+    """tests/training/test_models.py gives one another patch."""
     base = tmp_path / "base"
-    model = bundled_model(dtype="auto")
+    model = small(max_position_embeddings=256)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
     rope_patch.save(model, base, tokenizer=TOKENIZER)
-    own = (f"model.name={base}", "patch.method=null", *QUICK)
+    own = (f"model.name={base}", "patch.method=null")
     for wrong in ("patch.replace=true", "patch.target_length=2048"):
         with pytest.raises(ValueError, match=r"own yarn:factor=4"):
-            finetune(options(tmp_path / "a", *own, wrong))
-    unchanged = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
+            finetune(quick(tmp_path / "a", *own, wrong))
+    unchanged = finetune(quick(tmp_path / "a", *own, "patch.target_length=512"))
     assert unchanged.results["patch"] == "yarn:factor=4" and unchanged.results["target_length"] == 1024
-    other = finetune(
-        options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *QUICK)
-    )
-    assert rope_patch.verify(rope_patch.load(other.folder)).method == "pi:factor=4"
     with pytest.raises(ValueError, match="merge"):
-        finetune(options(tmp_path / "c", f"model.name={other.folder}", *QUICK))
+        finetune(quick(tmp_path / "b", f"model.name={unchanged.folder}"))
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
-    words = ("train.learning_rate=1e30", "train.max_steps=8", "evaluation.before=false", "train.save_steps=8")
+def test_a_loss_that_is_no_number_ends_the_run(quick, tmp_path):
+    words = ("train.learning_rate=1e30", "train.max_steps=8", "train.save_steps=8")
     with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
-        finetune(options(tmp_path / "run", *words))
+        finetune(quick(tmp_path / "run", *words))
 
 
 def test_a_run_that_made_things_worse_says_so(tmp_path):
@@ -396,7 +403,7 @@ def test_a_run_that_made_things_worse_says_so(tmp_path):
     assert result.results["changes"][0]["verdict"] == "worse"
 
 
-def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept(quick, tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores = iter([0.3, 0.9, 0.5, 0.4])
     weights = []
@@ -407,8 +414,8 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(callbacks, "evaluate_model", watched)
     monkeypatch.setattr(callbacks, "metrics", lambda result: {"score": next(scores)})
-    words = ("evaluation.every=1", "evaluation.before=false", "train.save_total_limit=1", "evaluation.lengths=128")
-    result = finetune(options(tmp_path, *words))
+    words = ("train.max_steps=4", "evaluation.every=1", "train.save_total_limit=1")
+    result = finetune(quick(tmp_path, *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
     loaded = rope_patch.load(result.folder, dtype=torch.float32)
     weight = next(p for n, p in loaded.named_parameters() if "lora_B" in n)
@@ -420,40 +427,40 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
     [
         ("data.positions=pose", "patch.method=abf:factor=50+p_rope:p=0.75"),
         ("train.packing_strategy=bfd_split", "data.allow_short=true"),
-        ("lora.r=0", "patch.method=nope", "train.gradient_checkpointing=false", "train.learning_rate=0.001"),
     ],
     ids=lambda words: words[0],
 )
-def test_ways_to_train(words, tmp_path):
-    words = ("train.max_steps=2", "evaluation.before=false", "evaluation.lengths=128", *words)
-    result = finetune(options(tmp_path, *words))
+def test_ways_to_train(quick, words, tmp_path):
+    result = finetune(quick(tmp_path, "train.max_steps=2", *words))
     assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
     model = rope_patch.load(result.folder, dtype=torch.float32)
     assert str(locate(model).record.to_method()) == (result.results["patch"] or "default")
 
 
-def test_completions_of_prompts_are_learned_with_every_weight(tmp_path):
+def test_completions_of_prompts_are_learned_with_every_weight(quick, tmp_path):
     """There is no model without an adapter then, so the note leads to a comparison."""
     rows = [json.dumps({"prompt": f"{number} and", "completion": " some more" * 60}) for number in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = ("lora.r=0", "train.max_steps=1", "train.learning_rate=0.001", f"data.source={tmp_path / 'rows.jsonl'}")
-    result = finetune(options(tmp_path / "run", *words, "evaluation.lengths=128"))
+    words = ("lora.r=0", "patch.method=nope", "train.gradient_checkpointing=false", "evaluation.before=true")
+    result = finetune(quick(tmp_path / "run", *words, "train.max_steps=2", f"data.source={tmp_path / 'rows.jsonl'}"))
+    assert all(map(math.isfinite, losses(result))) and len(losses(result)) == 2
+    assert str(locate(rope_patch.load(result.folder)).record.to_method()) == "nope"
     assert result.results["notes"] == [
         "every weight was trained: for scores before it, rope-patch compare CHECKPOINT --methods default"
     ]
 
 
 def test_qlora_trains_on_a_cpu_and_may_be_evaluated_on_the_way(tmp_path):
-    words = ("model.quantization=nf4", "train.max_steps=2", "evaluation.before=false", "evaluation.lengths=128")
+    words = (*QUICK, "model.quantization=nf4", "train.max_steps=2")
     result = finetune(options(tmp_path / "run", *words))
     assert len(losses(result)) == 2 and str(read_record(result.folder).to_method()) == "yarn:factor=4"
-    assert all(torch.isfinite(torch.tensor(losses(result))))
+    assert all(map(math.isfinite, losses(result)))
     # bitsandbytes packs the weights of a model in eval mode, where the CPU is of a kind, and then trains it wrongly.
     watched = finetune(options(tmp_path / "watched", *words, "evaluation.every=1", "evaluation.before=true"))
     assert losses(watched) == losses(result)
 
 
-def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
+def test_a_step_without_room_ends_with_advice(quick, tmp_path, monkeypatch):
     from trl import SFTTrainer
 
     def full(*_):
@@ -461,7 +468,7 @@ def test_a_step_without_room_ends_with_advice(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SFTTrainer, "training_step", full)
     with pytest.raises(torch.OutOfMemoryError, match="--dry-run"):
-        finetune(options(tmp_path, "evaluation.before=false"))
+        finetune(quick(tmp_path))
 
 
 # --- the command

@@ -1,7 +1,5 @@
 """What a run decides about its model: loading, its own patch, the projections that get an adapter."""
 
-from __future__ import annotations
-
 import copy
 import re
 

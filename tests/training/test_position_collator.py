@@ -1,7 +1,5 @@
 """Positions that skip ahead: TRL's collator drops them, and ours gives each row its own, again after a restart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import default_collate

@@ -1,7 +1,5 @@
 """The training recipe of the bundled checkpoints: a short run of all of it, which takes a minute or more."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What is checked before a training: TRL's loss is the model's own, windows and skipped positions are attended to."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """The page about TRL: its code runs, and skipped positions reach the model."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
