@@ -33,9 +33,8 @@ HEAD = """\
 # By release
 
 Commands that double the context that a release states; add `-o FOLDER`. For another length change `--target-length`.
-`llama3` ×16 over 8k is a factor of 16 over an original context of 8k. A
-model that was fine-tuned from a release mostly has its table: `rope-patch doctor` shows the table, and
-[`rope-patch settings`](settings.md) the keys.
+`llama3` ×16 over 8k is a factor of 16 over an original context of 8k. A model that was fine-tuned from a release mostly
+has its table: `rope-patch doctor` shows the table, and [`rope-patch settings`](settings.md) the keys.
 
 Each command was run on a tiny random model with the rotary settings of the release. [`rope-patch extend`](extend.md)
 measures whether your checkpoint then reads so far. On a scaled table the method is the one that was ahead on
