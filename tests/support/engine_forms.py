@@ -154,8 +154,9 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
         for method in METHODS:  # of one base, as OLMo 3 is published
             for name, config in ours(equal, method):
                 yield f"{name}, one base", config
-        parameters = {kind: scaled | YARN for kind, scaled in own["rope_parameters"].items()}
-        yield "yarn in all layers", own | {"rope_parameters": parameters, "max_position_embeddings": TARGET}
+        for name, tables in (("", own), (", one base", equal)):
+            parameters = {kind: table | YARN for kind, table in tables["rope_parameters"].items()}
+            yield f"yarn in all layers{name}", own | {"rope_parameters": parameters, "max_position_embeddings": TARGET}
         for method in ("yarn:factor=4", "pi:factor=4", "mrrope:factor=4"):
             for name, config in ours(own, method, layer_types=[*written]):
                 yield f"{name} in all layers", config
