@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.evaluated import check_cache, compared
-from support.prompting import HAY, TOKENIZER, bold
+from support.prompting import HAY, TOKENIZER
 from support.scored import spy_ids
 from support.subsets import covering
 from support.tiny import small
@@ -188,7 +188,7 @@ def with_a_mended_task(model, tokenizer, monkeypatch):
 @pytest.mark.parametrize("measure", [ask, needle])
 @pytest.mark.parametrize("change", [with_a_mended_decoder, with_other_stops, with_a_mended_task])
 def test_answers_are_graded_by_what_grades_now(measure, change, monkeypatch):
-    model = bold()
+    model = small()
     stored = {}
     before = measure(model, stored)
     change(model, TOKENIZER, monkeypatch)

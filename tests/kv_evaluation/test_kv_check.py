@@ -319,7 +319,7 @@ def test_the_cost_of_a_layer_is_that_of_a_whole_pass_though_its_pass_begins_ther
     counts = []
 
     def costs():
-        model = small(family, num_hidden_layers=4, vocab_size_per_layer_input=1024)
+        model = small(family, num_hidden_layers=4)
         with watched(model.model.layers[0].mlp, lambda *args, **kwargs: counts.append(1)):
             return check_cache(model, TOKENIZER, ["int2.token"], **asked).rows[-1].attribution.layers
 

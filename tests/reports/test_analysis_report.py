@@ -365,7 +365,7 @@ def test_all_figures_are_further_ones():
 
 
 def test_a_real_model_of_two_tables_has_a_page(figures, tmp_path):
-    model = small("gemma4", vocab_size_per_layer_input=1024)
+    model = small("gemma4")
     texts = {"a": "One of the texts. " * 20, "b": "And another one. " * 20}
     analysis = analyze(model, TOKENIZER, texts, window=40, tokens=160, p_values=(), heads=[(0, 1), (1, 3)])
     write(tmp_path / "page.html", analysis_report.page(analysis))
