@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from support.round_trip import assert_cache_and_round_trip, assert_identity, assert_same_as_transformers, scaled_types
+from support.states import model_of
 from support.subsets import covering
-from support.tiny import drawn_model, logits, tiny_config
+from support.tiny import logits, tiny_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
@@ -30,13 +31,13 @@ METHODS = ("p_rope:p=0.5", "yarn:factor=80", "pi:factor=2")
 
 @every_family
 def test_identity(family):
-    assert_identity(drawn_model(family))
+    assert_identity(model_of(family))
 
 
 # A method that starts from the base refuses divisors that no formula gives.
 @covering(family=list(FAMILIES), method=METHODS, without=[("minicpm3-longrope", "yarn:factor=80")])
 def test_cache_and_round_trip(family, method, tmp_path):
-    assert_cache_and_round_trip(drawn_model(family), tmp_path, method)
+    assert_cache_and_round_trip(model_of(family), tmp_path, method)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
@@ -49,7 +50,7 @@ def test_the_effect_is_that_of_transformers_own_type(family, method, parameters)
 def test_the_softmax_scale_is_kept_by_hand(tmp_path):
     """DeepSeek: (8 + 8)^-0.5 x (0.1 ln 40 + 1)^2, which transformers reads from factor and mscale_all_dim."""
     by_hand = 0.25 * (0.1 * math.log(40) + 1) ** 2
-    model = drawn_model("deepseek_v3-yarn")
+    model = model_of("deepseek_v3-yarn")
     rope_patch.apply(model, "p_rope:p=0.5")
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -63,7 +64,7 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 )
 def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(family, factor, tmp_path):
     """In memory as in a model that transformers builds from the new config; restored after each way to undo it."""
-    model = drawn_model(family)
+    model = model_of(family)
     before = logits(model)
     scale = model.model.layers[0].self_attn.scaling
     rope_patch.apply(model, f"yarn:factor={factor}:mscale=1:mscale_all_dim=1")
@@ -84,7 +85,7 @@ def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(
 
 def test_what_attention_looks_up_while_it_runs_is_kept():
     """Ministral 3: a temperature that grows with the position over the original context; in what is exported, too."""
-    model = drawn_model("ministral3")
+    model = model_of("ministral3")
     for method in METHODS:
         with rope_patch.patched(model, method) as patch:
             found = model.config.rope_parameters

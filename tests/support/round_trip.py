@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from support.tiny import PLAIN, YARN, drawn_model, ids, logits
+from support.states import model_of
+from support.tiny import PLAIN, YARN, ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 
@@ -64,11 +65,11 @@ def assert_cache_and_round_trip(model: Any, folder: Path, method: str) -> None:
 
 def assert_same_as_transformers(family: str, method: str, parameters: dict[str, Any]) -> None:
     """Check that a patch of a plain table gives the logits of transformers' own scaled type, which are others."""
-    model = drawn_model(family, rope_parameters=PLAIN)
+    model = model_of(family, rope_parameters=PLAIN)
     before = logits(model)
     rope_patch.apply(model, method, target_length=256)
     scaled = {**PLAIN, "factor": 4.0, **parameters}
-    assert torch.equal(logits(model), logits(drawn_model(family, rope_parameters=scaled)))
+    assert torch.equal(logits(model), logits(model_of(family, rope_parameters=scaled)))
     assert not torch.allclose(logits(model), before, atol=1e-4)
 
 

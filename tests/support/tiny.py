@@ -115,16 +115,6 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-def drawn_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A model whose weights and biases are drawn, the same for every table."""
-    model = tiny_model(family, **changes)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    return model
-
-
 def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """A tiny model that reads the bundled tokenizer's ids, and whose attention is far from uniform."""
     if family.startswith("gemma4"):
