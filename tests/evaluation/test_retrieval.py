@@ -43,12 +43,12 @@ def generated(model, prompt):
         do_sample=False,
         pad_token_id=2,
     )
-    return until(out[0, question.shape[1] :].tolist(), recipe.EOS)
+    return until_stop(out[0, question.shape[1] :].tolist())
 
 
-def until(ids, stop):
+def until_stop(ids):
     """The token ids before a stop token."""
-    return list(itertools.takewhile(lambda token: token != stop, ids))
+    return list(itertools.takewhile(lambda token: token != recipe.EOS, ids))
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape,
             right = found.output == list(prompt.ids[-prompt.answer :])
             assert len(found.output) == prompt.answer + (0 if right else prompt.beyond)
             whole = generated(model, prompt)
-            said = until(found.output, recipe.EOS)
+            said = until_stop(found.output)
             assert said == whole[: len(said)] and (right or said == whole)
             assert found.logprobs == pytest.approx(from_logits(model, prompt), abs=2e-4)
 
