@@ -113,7 +113,7 @@ def analyzed(model, **chosen):
 def test_every_part_is_there(family):
     progress = []
     announced = []
-    model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
+    model = small(family)
     with listen(lambda stage, tokens: progress.append((stage, tokens)), on_more=announced.append):
         result = analyzed(model, p_values=[0.5])
     out = json.loads(result.to_json())

@@ -403,7 +403,7 @@ PAPERS = {
 }
 
 
-@pytest.mark.parametrize("reached", [True, False], ids=["online", "offline"])
+@pytest.mark.parametrize("reached", [True, False])
 def test_a_copy_of_a_repository_keeps_card_and_terms_as_far_as_they_can_be_had(tmp_path, monkeypatch, reached):
     remote = tmp_path / "remote"
     tiny_model().save_pretrained(remote)

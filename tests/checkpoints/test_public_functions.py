@@ -85,7 +85,7 @@ def test_save_leaves_the_tokenizer_out_when_told_so(tmp_path):
     assert not list((tmp_path / "out").glob("*token*"))
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "in the folder already"])
+@pytest.mark.parametrize("given", [True, False])
 def test_save_keeps_a_tokenizer_that_is_given_or_in_the_folder_already(tmp_path, given):
     own = AutoTokenizer.from_pretrained(LLAMA)
     own.add_tokens(["<own>"])

@@ -98,7 +98,6 @@ def test_doctor_of_an_adapter(checkpoint, tmp_path):
         (("doctor", "./nothing"), "no folder ./nothing"),
         (("doctor", "{base}/.."), "/base?"),
         (("doctor", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
-        (("doctor", "{base}", "--for", "tgi"), "unknown program 'tgi'. Known: "),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
     ],
 )

@@ -14,8 +14,7 @@ from support.tiny import LLAMA, bundled_model, tiny_model
 def file(tmp_path_factory):
     """The bundled Llama in Q8_0."""
     folder = tmp_path_factory.mktemp("gguf")
-    model = bundled_model()
-    plain = write_toy(model, folder / "plain.gguf", TOKENIZER)
+    plain = write_toy(bundled_model(), folder / "plain.gguf", TOKENIZER)
     return quantized(plain, folder / "model.gguf", "Q8_0")
 
 
@@ -33,18 +32,16 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
 
 def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     (tmp_path / "text.gguf").write_text("no GGUF")
-    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:100_000])
     (tmp_path / "taken.gguf").write_text("precious")
     for source, out, message in (
         ("text.gguf", "out.gguf", "is no GGUF file"),
-        ("cut.gguf", "out.gguf", "truncated or damaged"),
         (file, "nowhere/out.gguf", "no folder"),
         (file, "out", "must be a file *.gguf"),
         (file, "taken.gguf", "--force"),
     ):
         line = fail("apply", tmp_path / source, "yarn:factor=4", "-o", tmp_path / out)
         assert line.count("\n") == 1 and message in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "taken.gguf", "text.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken.gguf", "text.gguf"]
     assert (tmp_path / "taken.gguf").read_text() == "precious"
 
 

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-from peft import PeftModel
 from support.patches import edit_json, lora, patched_model, read_json
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
@@ -62,10 +61,6 @@ def test_a_merged_model_is_healthy(base, load, tmp_path):
     rope_patch.save(merged, tmp_path)
     for model in (merged, tmp_path, load(tmp_path)):
         assert doctor(model).ok and doctor(model).method == "yarn:factor=4"
-
-
-def test_before_a_merge_an_adapter_of_other_tables_is_told(base, adapter):
-    assert doctor(PeftModel.from_pretrained(rope_patch.load(base, "pi:factor=4"), adapter)).found("differs")
 
 
 @pytest.mark.parametrize("taken", ["rope_patch", "rope_parameters", "max_position_embeddings"])

@@ -189,7 +189,7 @@ def an_adapter_that_was_cut(folder):
     return adapter
 
 
-@pytest.mark.parametrize("build", BROKEN, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", BROKEN)
 def test_what_is_broken_is_named(build, folder):
     found = doctor(build(folder))
     check, part = BROKEN[build]

@@ -14,7 +14,7 @@ from support.gguf_files import write_toy
 from support.patches import edit_json, patched_model, saved_with
 from support.program_options import flags
 from support.subsets import full
-from support.tiny import ARCHITECTURES, PLAIN, YARN, tiny_model
+from support.tiny import ARCHITECTURES, PLAIN, YARN, tiny_model, without_base
 from transformers import Gemma3Config
 
 import rope_patch
@@ -40,10 +40,6 @@ def rows(source, program):
 
 def verdicts(source):
     return {row.program: row.verdict for row in compare_programs(source).rows if row.layer_type is None}
-
-
-def without_base(parameters):
-    return {key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}

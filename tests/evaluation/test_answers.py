@@ -7,7 +7,8 @@ import json
 import pytest
 from support.evaluated import result_of, retrieval_of
 from support.number_tokenizers import KINDS, tokenizer_of
-from support.prompting import HAY, ROOM, TOKENIZER, bold
+from support.prompting import HAY, ROOM, TOKENIZER
+from support.tiny import small
 
 from rope_patch.evaluation.retrieval.chat_template import chat_frame
 from rope_patch.evaluation.retrieval.measure import retrieval
@@ -86,15 +87,15 @@ def test_a_template_that_prints_the_date_always_prints_the_same(chatty):
 
 def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chatty):
     asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
-    first = retrieval(bold(), chatty, **asked)
+    first = retrieval(small(), chatty, **asked)
     digest = hashlib.sha256(json.dumps(chat_frame(chatty)).encode()).hexdigest()
     assert first.chat is True and first.chat_sha256 == digest
     chatty.chat_template = TEMPLATE.replace("[assistant]", "[model]")
-    assert retrieval(bold(), chatty, **asked).chat_sha256 not in (digest, "")
-    for plain in (retrieval(bold(), TOKENIZER, **asked), retrieval(bold(), chatty, **asked, chat_template="off")):
+    assert retrieval(small(), chatty, **asked).chat_sha256 not in (digest, "")
+    for plain in (retrieval(small(), TOKENIZER, **asked), retrieval(small(), chatty, **asked, chat_template="off")):
         assert plain.chat is False and plain.chat_sha256 == ""
     with pytest.raises(ValueError, match="template"):
-        retrieval(bold(), TOKENIZER, **asked, chat_template="on")
+        retrieval(small(), TOKENIZER, **asked, chat_template="on")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{{ messages[0]['content'] | upper }}"])

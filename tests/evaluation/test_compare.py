@@ -10,8 +10,9 @@ from support.commands import DOMAINS, run
 from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
 from support.forks import forked
 from support.patches import lora, module_of, read_json
-from support.prompting import HAY, TOKENIZER, bold
+from support.prompting import HAY, TOKENIZER
 from support.scored import spy_ids
+from support.tiny import small
 
 import rope_patch
 from rope_patch.cli.app import main
@@ -29,7 +30,7 @@ SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8),
 
 @pytest.fixture(scope="module")
 def tiny():
-    return bold(max_position_embeddings=256), TOKENIZER
+    return small(max_position_embeddings=256), TOKENIZER
 
 
 def test_it_refuses_before_it_measures_and_leaves_the_model_alone(tiny):
@@ -197,7 +198,7 @@ def test_a_file_of_another_kind_is_not_written_to(tmp_path, said):
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
     folder = tmp_path / "adapter"
     out = tmp_path / "out"
-    bold(max_position_embeddings=256).save_pretrained(tmp_path / "base")
+    small(max_position_embeddings=256).save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
     model = rope_patch.load(tmp_path / "base", "yarn:factor=4")
     rope_patch.save(lora(model), folder)

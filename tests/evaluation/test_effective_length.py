@@ -4,7 +4,8 @@ from statistics import fmean
 
 import pytest
 from support.evaluated import compared, result_of, retrieval_of
-from support.prompting import HAY, TOKENIZER, bold
+from support.prompting import HAY, TOKENIZER
+from support.tiny import small
 
 import rope_patch
 from rope_patch.evaluation.effective_length import effective_sentence
@@ -33,7 +34,7 @@ def test_the_effective_length_is_the_last_before_the_score_falls():
 
 def test_the_mean_is_over_tasks_and_pairs_haystacks_by_their_number():
     asked = {"tasks": ["ruler"], "lengths": (1100,), "depths": (0.5,), "samples": 2, "windows": 0}
-    made = compared(bold(num_hidden_layers=1), TOKENIZER, ["default"], haystack=HAY, **asked)
+    made = compared(small(num_hidden_layers=1), TOKENIZER, ["default"], haystack=HAY, **asked)
     assert made.spec.tasks == tuple(RULER) and len(RULER) == 11
     (column,) = [column for column in made.columns() if column.metric == "mean"]
     scores_of_all = made.rows[0].scores

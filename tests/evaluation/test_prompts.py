@@ -118,7 +118,6 @@ def test_haystacks_by_name_and_by_path(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "pass_key"}, "passkey"),
         ({"depths": [1.01]}, "depth"),
         ({"depths": []}, "depths"),
         ({"length": 0}, "at least"),

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from support.commands import run
 from support.evaluated import check_cache, compared
 from support.forks import together
-from support.prompting import HAY, TOKENIZER, bold
+from support.prompting import HAY, TOKENIZER
 from support.scored import spy_ids
+from support.tiny import small
 
 import rope_patch
 from rope_patch.cli.app import main
@@ -104,7 +105,7 @@ def share(rank, model, tokenizer, folder):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What one process finds, and what each of two, which go on from what a third one had finished when it stopped."""
-    model = bold()
+    model = small()
     (two, one) = map(tmp_path_factory.mktemp, ("two", "one"))
     run(*COMMAND, str(one / "command"))  # first: all processes inherit the text that is encoded by then
     single = measured(model, TOKENIZER, one)

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from support.evaluated import retrieval_of
-from support.prompting import ANSWER, HAY, MAKER, ROOM, TOKENIZER, bold
+from support.prompting import ANSWER, HAY, MAKER, ROOM, TOKENIZER
 from support.reference_recipe import recipe
 from support.scored import Caches, check_reader, spy, spy_ids
 from support.subsets import full
-from support.tiny import bundled_model, tiny_model
+from support.tiny import bundled_model, small, tiny_model
 from transformers import DynamicCache
 
 import rope_patch
@@ -43,12 +43,12 @@ def generated(model, prompt):
         do_sample=False,
         pad_token_id=2,
     )
-    return until(out[0, question.shape[1] :].tolist(), recipe.EOS)
+    return until_stop(out[0, question.shape[1] :].tolist())
 
 
-def until(ids, stop):
+def until_stop(ids):
     """The token ids before a stop token."""
-    return list(itertools.takewhile(lambda token: token != stop, ids))
+    return list(itertools.takewhile(lambda token: token != recipe.EOS, ids))
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape,
             right = found.output == list(prompt.ids[-prompt.answer :])
             assert len(found.output) == prompt.answer + (0 if right else prompt.beyond)
             whole = generated(model, prompt)
-            said = until(found.output, recipe.EOS)
+            said = until_stop(found.output)
             assert said == whole[: len(said)] and (right or said == whole)
             assert found.logprobs == pytest.approx(from_logits(model, prompt), abs=2e-4)
 
@@ -99,7 +99,7 @@ def test_answers_are_those_of_stock_generation_of_each_prompt_alone(task, shape,
 )
 def test_through_a_cache_shared_is_as_alone(family, cache):
     """Also where sliding layers forget (16 of 150 tokens), and for a cache that rounds."""
-    model = bold(family)
+    model = small(family)
     factory = lambda: cache(config=model.config)  # noqa: E731
     prompts = MAKER.prompts("niah", 150, (0.0, 0.4, 1.0))
     together = answer_prompts(Reader(model), [[p] for p in prompts], cache=factory)
@@ -114,7 +114,7 @@ def test_through_a_cache_shared_is_as_alone(family, cache):
 
 
 def test_what_prompts_share_is_read_once():
-    model = bold()
+    model = small()
     prompts = MAKER.prompts("passkey", 600, (0.0, 0.25, 0.5, 0.75, 1.0))
     with spy_ids(model) as seen:
         answer_prompts(Reader(model), [[p] for p in prompts])
@@ -125,7 +125,7 @@ def test_what_prompts_share_is_read_once():
 
 
 def test_with_a_cache_answers_are_read_a_token_at_a_time():
-    model = bold()
+    model = small()
     caches = Caches(model)
     prompts = MAKER.prompts("passkey", 100, [0.5])
     with spy_ids(model) as seen:
@@ -136,7 +136,7 @@ def test_with_a_cache_answers_are_read_a_token_at_a_time():
 
 @pytest.mark.parametrize(("bad", "cached"), [(math.nan, False), (math.inf, True)])
 def test_logits_that_are_not_finite_are_refused(bad, cached):
-    model = bold()
+    model = small()
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(0, torch.tensor([0]), bad))
     cache = DynamicCache if cached else None
     with pytest.raises(ValueError, match="72 tokens"):
@@ -147,7 +147,7 @@ def test_prompts_of_different_lengths_do_not_share_a_grid():
     one = MAKER.prompts("passkey", 100, [0.5])
     other = MAKER.prompts("passkey", 101, [0.5])
     with pytest.raises(ValueError, match="length"):
-        answer_prompts(Reader(bold()), [one, other])
+        answer_prompts(Reader(small()), [one, other])
 
 
 # --- the scores
@@ -209,7 +209,7 @@ def test_parts_of_a_joined_answer_are_graded_one_by_one():
 
 def test_a_joined_task_has_a_cell_for_each_needle():
     asked = {"lengths": [600], "depths": [0.5], "samples": 2, "haystack": HAY}
-    result = retrieval(bold(), TOKENIZER, "niah_multivalue", **asked)
+    result = retrieval(small(), TOKENIZER, "niah_multivalue", **asked)
     assert [(c.depth, len(c.samples)) for c in result.cells] == [(0.0, 2), (1 / 3, 2), (2 / 3, 2), (1.0, 2)]
     for sample in range(2):
         (prompt,) = MAKER.prompts("niah_multivalue", 600, [0.5], sample=sample)
@@ -218,7 +218,7 @@ def test_a_joined_task_has_a_cell_for_each_needle():
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_in_training_is_measured_in_eval_mode():
-    model = bold(attention_dropout=0.5)
+    model = small(attention_dropout=0.5)
     plain = retrieval(model, TOKENIZER, **ASKED)
     model.train()
     model.gradient_checkpointing_enable()
@@ -247,10 +247,10 @@ def test_accuracy_is_over_the_depths_of_one_length():
 
 def test_a_result_names_its_haystack():
     asked = {"lengths": [64], "depths": [0.5], "samples": 1}
-    mine = retrieval(bold(), TOKENIZER, **asked, haystack=HAY)
+    mine = retrieval(small(), TOKENIZER, **asked, haystack=HAY)
     assert (mine.haystack, mine.prefix) == ("text", (recipe.BOS,))
     assert mine.haystack_sha256 == hashlib.sha256(HAY.text.encode()).hexdigest()
-    assert retrieval(bold(), TOKENIZER, **asked).haystack == "noise"
+    assert retrieval(small(), TOKENIZER, **asked).haystack == "noise"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_result_names_its_haystack():
     ],
 )
 def test_retrieval_refuses_before_it_runs(arguments, message):
-    model = bold()
+    model = small()
     arguments = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": HAY} | arguments
     with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=message):
         retrieval(model, TOKENIZER, **arguments)
@@ -273,7 +273,7 @@ def test_retrieval_refuses_before_it_runs(arguments, message):
 def test_models_that_cannot_answer_are_refused():
     from peft import PrefixTuningConfig, get_peft_model
 
-    prefix = get_peft_model(bold(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    prefix = get_peft_model(small(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     for model, message in ((prefix, "prefix"), (tiny_model(), "96")):  # the tokenizer gives ids beyond 96
         with pytest.raises(ValueError, match=message):
             retrieval(model, TOKENIZER, **ASKED)

@@ -19,9 +19,9 @@ from support.commands import fail, invoke, run
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.hub import cached_repository
-from support.prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER
 from support.report_pages import Page
-from support.tiny import LLAMA, bundled_model, tiny_model
+from support.tiny import LLAMA, bundled_model, small, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 import rope_patch
@@ -392,7 +392,7 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
 def test_another_training_does_not_go_on_with_an_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.training.finetune.finetune", lambda *_, **__: None)
     options = ExtendSettings("tiny", 128, methods=("yarn",), train=True, evaluation=EvalSpec((128,)))
-    model = bold()
+    model = small()
     tokenizer = copy.deepcopy(TOKENIZER)
 
     def folder(method="yarn:factor=2", steps=1):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER
+from support.tiny import small
 
 from rope_patch.evaluation.finished_work import open_work
 from rope_patch.evaluation.needle_suite import NeedleSuite
@@ -38,7 +39,7 @@ SETTINGS = ExtendSettings("tiny", 256, methods=tuple(METHODS), tolerance=1.0, ev
 @pytest.fixture
 def read(monkeypatch):
     """Measures until a deadline, where each window takes so many seconds; returns the comparisons and what was read."""
-    model = bold(max_position_embeddings=128)
+    model = small(max_position_embeddings=128)
     now = [0.0]
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

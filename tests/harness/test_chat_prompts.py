@@ -2,9 +2,8 @@
 
 import pytest
 from lm_eval.models.huggingface import HFLM
-from support.prompting import bold
 from support.task_index import our_tasks
-from support.tiny import LLAMA
+from support.tiny import LLAMA, small
 from transformers import AutoTokenizer
 
 from rope_patch.evaluation.retrieval.chat_template import chat_frame
@@ -35,7 +34,7 @@ def task_of(folder, name):
 @pytest.mark.parametrize(("name", "kind"), [("rope_passkey", "passkey"), ("rope_niah_multivalue", "niah_multivalue")])
 def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name, kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = HFLM(pretrained=bold(), tokenizer=tokenizer, device="cpu")
+    model = HFLM(pretrained=small(), tokenizer=tokenizer, device="cpu")
     task = task_of(folder, name)
     task.build_all_requests(
         apply_chat_template=True, chat_template=model.apply_chat_template, tokenizer_name="chatty", limit=3
@@ -52,7 +51,7 @@ def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name,
 
 
 def test_a_system_prompt_is_refused(folder):
-    model = HFLM(pretrained=bold(), tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu")
+    model = HFLM(pretrained=small(), tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu")
     with pytest.raises(ValueError, match="--system_instruction"):
         task_of(folder, "rope_passkey").build_all_requests(
             apply_chat_template=True, chat_template=model.apply_chat_template, system_instruction="Answer."

@@ -22,7 +22,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
-from support import prompting
+from support import tiny
 from support.commands import run
 from support.largest import Largest
 from support.patches import lora, read_json
@@ -58,11 +58,11 @@ PAIRS = [
     ("import os\nimport sys", "\nimport re"),  # the same tokens, fewer of them asked for
 ]
 
-bold = functools.partial(prompting.bold, max_position_embeddings=128)
+small = functools.partial(tiny.small, max_position_embeddings=128)
 
 
 def lm(kind=RopePatchLM, model=None, **options):
-    return kind(pretrained=bold() if model is None else model, **{"tokenizer": TOKENIZER, "device": "cpu"} | options)
+    return kind(pretrained=small() if model is None else model, **{"tokenizer": TOKENIZER, "device": "cpu"} | options)
 
 
 def greedy(tokens):
@@ -78,7 +78,7 @@ def run_tasks(model, names, **metadata):
 def checkpoint(tmp_path_factory):
     """The folder of a tiny model with its tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
-    bold().save_pretrained(folder)
+    small().save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return str(folder)
 
@@ -99,13 +99,13 @@ def failure(shell, capsys, line):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_loglikelihood_is_that_of_hf(family, method):
     # Without its cache: with it, 0.4.13 scores the wrong tokens of a text that is asked for from two places on.
-    stock = lm(HFLM, bold(family), logits_cache=False)
+    stock = lm(HFLM, small(family), logits_cache=False)
     if method is not None:
         rope_patch.apply(stock.model, method)
     asked = requests("loglikelihood", *PAIRS)
     expected = stock.loglikelihood(asked, disable_tqdm=True)
     for options in ({"batch_size": 1}, {"batch_size": 4, "chunk": 7}, {"batch_size": "auto"}):
-        ours = lm(model=bold(family), method=method, **options)
+        ours = lm(model=small(family), method=method, **options)
         for (score, hit), (wanted, best) in zip(ours.loglikelihood(asked, disable_tqdm=True), expected, strict=True):
             assert score == pytest.approx(wanted, abs=1e-4)
             assert hit == best
@@ -126,7 +126,7 @@ def test_no_logits_of_a_whole_text_are_made():
     def logits(tensor):
         return tensor.numel() // 1024 if tensor.shape[-1] == 1024 and tensor.is_floating_point() else 0
 
-    model = lm(model=bold(tie_word_embeddings=True), max_length=1000, batch_size=2)
+    model = lm(model=small(tie_word_embeddings=True), max_length=1000, batch_size=2)
     with Largest(logits) as seen:
         model.loglikelihood_rolling(requests("loglikelihood_rolling", (DOCUMENT * 40,)), disable_tqdm=True)
     assert 0 < seen.largest <= 1024, "the embedding itself, and slices of 256; the whole logits are 2000"
@@ -136,13 +136,13 @@ def test_no_logits_of_a_whole_text_are_made():
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generation_is_that_of_hf(family, options):
     prompts = requests("generate_until", *((DOCUMENT[:end], greedy(8)) for end in (20, 60, 80)))
-    expected = lm(HFLM, bold(family), batch_size=3).generate_until(prompts, disable_tqdm=True)
-    assert lm(model=bold(family), batch_size=3, **options).generate_until(prompts, disable_tqdm=True) == expected
+    expected = lm(HFLM, small(family), batch_size=3).generate_until(prompts, disable_tqdm=True)
+    assert lm(model=small(family), batch_size=3, **options).generate_until(prompts, disable_tqdm=True) == expected
 
 
 def test_bfloat16_is_scored_in_float32():
     asked = requests("loglikelihood", (DOCUMENT[:30], DOCUMENT[30:]))
-    half = bold().to(torch.bfloat16)
+    half = small().to(torch.bfloat16)
     ours = lm(model=half).loglikelihood(asked)[0][0]
     assert ours == pytest.approx(lm(HFLM, half, softmax_dtype="float32").loglikelihood(asked)[0][0], abs=1e-3)
 
@@ -177,7 +177,7 @@ def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method
     monkeypatch.setattr(sys, "argv", command)
     given = HarnessCLI().parse_args().model_args
     model = get_model("rope_patch").create_from_arg_obj(given, {"pretrained": checkpoint, "device": "cpu"})
-    expected = rope_patch.apply(bold(), method)
+    expected = rope_patch.apply(small(), method)
     info = model.get_model_info()["rope_patch"]
     assert info["method"] == method
     assert info["tables"] == {"all": expected.after[None].fingerprint}
@@ -200,7 +200,7 @@ def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_wrong_argument_is_an_error(options, message, in_memory, checkpoint):
     with pytest.raises((ValueError, TypeError), match=message):
-        lm(model=bold() if in_memory else checkpoint, **options)
+        lm(model=small() if in_memory else checkpoint, **options)
 
 
 def test_what_hf_and_from_pretrained_take_is_taken(checkpoint):
@@ -228,7 +228,7 @@ def test_only_the_named_layer_types_are_patched():
     both = "full_attention/sliding_attention"
 
     def tables(**options):
-        return lm(model=bold("gemma3"), **options).get_model_info()["rope_patch"]["tables"].values()
+        return lm(model=small("gemma3"), **options).get_model_info()["rope_patch"]["tables"].values()
 
     for said, kinds in (("full_attention", 1), (both, 2), (both.split("/"), 2)):
         patched = tables(method="pi:factor=4", layer_types=said)
@@ -556,8 +556,8 @@ def test_scores_under_a_quantized_cache_are_those_of_decoding(options):
     draw = torch.Generator().manual_seed(3)
     pairs = [torch.randint(5, 1024, (2, 12 + 3 * i), generator=draw).tolist() for i in range(4)]
     asked = [(None, head, tail[:5]) for head, tail in pairs]
-    found = [score for score, _ in lm(model=bold(), kv_cache=scheme, **options)._loglikelihood_tokens(asked)]
-    own = bold()
+    found = [score for score, _ in lm(model=small(), kv_cache=scheme, **options)._loglikelihood_tokens(asked)]
+    own = small()
     for (_, head, tail), score in zip(asked, found, strict=True):
         ids = torch.tensor([*head, *tail])[None]
         with quantized(own, scheme, exact=False) as factory, torch.no_grad():
@@ -579,7 +579,7 @@ def test_generation_under_a_quantized_cache_is_the_same_in_batches():
 
 
 def test_a_model_in_memory_is_given_back_as_it_was_when_the_object_goes():
-    model = bold()
+    model = small()
     modules = list(model.modules())
     attention = model.config._attn_implementation
     hooks = [len(module._forward_hooks) for module in modules]

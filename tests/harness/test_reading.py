@@ -5,7 +5,8 @@ import json
 import pytest
 from harness.instances import instance
 from lm_eval.models.huggingface import HFLM
-from support.prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER
+from support.tiny import small
 from tqdm import tqdm
 
 import rope_patch
@@ -24,7 +25,7 @@ def test_the_bar_counts_requests_in_the_first_process_alone(rank, monkeypatch):
             super().close()
 
     monkeypatch.setattr("rope_patch.harness.answering_model.tqdm", Recorded)
-    model = RopePatchLM(pretrained=bold(max_position_embeddings=256), tokenizer=TOKENIZER, device="cpu")
+    model = RopePatchLM(pretrained=small(max_position_embeddings=256), tokenizer=TOKENIZER, device="cpu")
     model._rank = rank
     model._world_size = 2  # as HFLM numbers them
     # Two of them have one context, and the third reads more of it.

@@ -680,7 +680,7 @@ def test_what_is_set_apart_from_keys_is_not_rounded(name, text):
 # --- the engines of the evaluation
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
+@pytest.mark.parametrize("shared", [False, True])
 def test_runs_may_end_in_any_order(shared):
     """Two schemes at once, through models of their own or through one; another thread may read."""
     rows = ids(TOKENS, 2)

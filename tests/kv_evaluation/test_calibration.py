@@ -19,7 +19,7 @@ from rope_patch.options.evaluation import EvalSpec
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-shared"])
 @torch.no_grad()
 def test_the_largest_key_and_value_that_a_plain_cache_ever_holds_become_448(family):
-    model = small(family, vocab_size_per_layer_input=1024)
+    model = small(family)
     rows = ids(24, 2)
     largest = {}
     for row in rows:

@@ -142,20 +142,20 @@ def change(check, row, length, metric="perplexity"):
     return check.change(row, METRICS[metric], spans[metric])
 
 
-def check_of(*rows, **changes):
-    given = {
-        "model": "tiny",
-        "windows": 4,
-        "text": "a text",
-        "digest": "ab" * 32,
-        "trained_length": 8,
-        "captures": {},
-        "biases": (),
-    }
-    given["limits"] = Limits(changes.pop("tolerance", 0.02))
-    spec = rows[0].scores.spec
-    given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
-    return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
+def check_of(*rows, lengths=(4, 8)):
+    return KVCheck(
+        model="tiny",
+        windows=4,
+        text="a text",
+        digest="ab" * 32,
+        trained_length=8,
+        captures={},
+        biases=(),
+        limits=Limits(0.02),
+        spec=replace(rows[0].scores.spec, lengths=lengths),
+        rows=rows,
+        environment={},
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,6 @@ def check_of(*rows, **changes):
     [
         (BASE, None, "safe"),
         (off(0.01, 0.01, 0.01, 0.01), None, "safe"),  # log 1.02 = 0.0198
-        (off(0.01, 0.04, 0.0, 0.01), None, "undecided"),
         (off(0.03, 0.031, 0.029, 0.03), None, "unsafe"),
         (off(0.1, -0.1, 0.1, -0.1), None, "undecided"),
         (off(-0.03, -0.031, -0.029, -0.03), None, "unsafe"),  # a fall is no gain: the distribution is another
@@ -319,7 +318,7 @@ def test_the_cost_of_a_layer_is_that_of_a_whole_pass_though_its_pass_begins_ther
     counts = []
 
     def costs():
-        model = small(family, num_hidden_layers=4, vocab_size_per_layer_input=1024)
+        model = small(family, num_hidden_layers=4)
         with watched(model.model.layers[0].mlp, lambda *args, **kwargs: counts.append(1)):
             return check_cache(model, TOKENIZER, ["int2.token"], **asked).rows[-1].attribution.layers
 
@@ -392,7 +391,6 @@ def test_a_second_run_reads_nothing_anew(tmp_path, monkeypatch):
         ({"formats": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the layers with keys"),
         ({"formats": ["none"]}, "at least one format other than none"),
         ({"formats": ["fp8", "int4", "fp8.token"]}, "'fp8' and 'fp8.token' both mean k=fp8;v=fp8"),
-        ({"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ({"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ({"windows": 0}, "windows >= 1"),
         ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\] \(0.05 is 5 %\), got -0.1"),

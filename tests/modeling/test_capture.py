@@ -305,7 +305,6 @@ def test_a_head_or_layer_that_was_not_captured():
             "has a dynamic table (rope_type 'dynamic')",
         ),
     ],
-    ids=["no rotary", "latent attention", "a layer without rotary", "dynamic"],
 )  # fmt: skip
 def test_models_that_cannot_be_read(family, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):

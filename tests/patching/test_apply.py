@@ -27,7 +27,6 @@ from rope_patch.methods import Method
 from rope_patch.patching.locate import locate
 
 CONTEXT = {"original_max_position_embeddings": 64}
-HIGH = {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
 
 
@@ -82,7 +81,10 @@ def test_other_layer_types_are_left_alone(family, name):
         ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
         ("p_rope:p=0.7", {"rope_type": "proportional", "partial_rotary_factor": 0.7}),
         ("yarn:factor=8:beta_fast=16", {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, **CONTEXT}),
-        ("llama3:factor=4", {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, **HIGH, **CONTEXT}),
+        (
+            "llama3:factor=4",
+            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **CONTEXT},
+        ),
     ],
 )
 def test_tables_are_those_of_transformers(family, method, encoding):

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from support.round_trip import assert_cache_and_round_trip, assert_identity, assert_same_as_transformers, scaled_types
+from support.round_trip import assert_cached_equals_full, assert_round_trip
+from support.states import model_of
 from support.subsets import covering
-from support.tiny import drawn_model, logits, tiny_config
+from support.tiny import LAYOUTS, PLAIN, YARN, logits, tiny_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
@@ -30,26 +31,38 @@ METHODS = ("p_rope:p=0.5", "yarn:factor=80", "pi:factor=2")
 
 @every_family
 def test_identity(family):
-    assert_identity(drawn_model(family))
+    model = model_of(family)
+    before = logits(model)
+    for same in ("default", "p_rope:p=1"):
+        with rope_patch.patched(model, same):
+            assert torch.equal(logits(model), before)
 
 
 # A method that starts from the base refuses divisors that no formula gives.
 @covering(family=list(FAMILIES), method=METHODS, without=[("minicpm3-longrope", "yarn:factor=80")])
 def test_cache_and_round_trip(family, method, tmp_path):
-    assert_cache_and_round_trip(drawn_model(family), tmp_path, method)
+    model = model_of(family)
+    with rope_patch.patched(model, method):
+        assert_cached_equals_full(model)
+    assert_round_trip(model, tmp_path, method)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
-@scaled_types
+@pytest.mark.parametrize("family", [*LAYOUTS, "deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
+@pytest.mark.parametrize(("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})])
 def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
     """Without mscale_all_dim the softmax scale does not depend on the type."""
-    assert_same_as_transformers(family, method, parameters)
+    model = model_of(family, rope_parameters=PLAIN)
+    before = logits(model)
+    rope_patch.apply(model, method, target_length=256)
+    scaled = {**PLAIN, "factor": 4.0, **parameters}
+    assert torch.equal(logits(model), logits(model_of(family, rope_parameters=scaled)))
+    assert not torch.allclose(logits(model), before, atol=1e-4)
 
 
 def test_the_softmax_scale_is_kept_by_hand(tmp_path):
     """DeepSeek: (8 + 8)^-0.5 x (0.1 ln 40 + 1)^2, which transformers reads from factor and mscale_all_dim."""
     by_hand = 0.25 * (0.1 * math.log(40) + 1) ** 2
-    model = drawn_model("deepseek_v3-yarn")
+    model = model_of("deepseek_v3-yarn")
     rope_patch.apply(model, "p_rope:p=0.5")
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -63,7 +76,7 @@ def test_the_softmax_scale_is_kept_by_hand(tmp_path):
 )
 def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(family, factor, tmp_path):
     """In memory as in a model that transformers builds from the new config; restored after each way to undo it."""
-    model = drawn_model(family)
+    model = model_of(family)
     before = logits(model)
     scale = model.model.layers[0].self_attn.scaling
     rope_patch.apply(model, f"yarn:factor={factor}:mscale=1:mscale_all_dim=1")
@@ -84,7 +97,7 @@ def test_a_yarn_that_states_mscale_moves_the_softmax_scale_as_transformers_does(
 
 def test_what_attention_looks_up_while_it_runs_is_kept():
     """Ministral 3: a temperature that grows with the position over the original context; in what is exported, too."""
-    model = drawn_model("ministral3")
+    model = model_of("ministral3")
     for method in METHODS:
         with rope_patch.patched(model, method) as patch:
             found = model.config.rope_parameters

@@ -37,8 +37,6 @@ def test_the_page_is_whole_and_loads_nothing():
     accessible(text)
     page = Page(text)
     assert len(page.all("img")) == 2 * 2  # curves and retrieval
-    words = "".join(page.text)
-    assert "tiny, trained at 4 tokens: 4 windows, passkey in 6 haystacks" in words and "Second, trained" in words
     facts = dict(row for row in page.table("What was measured")[1:])
     assert facts["Retrieval"].startswith("passkey; lengths 4, 8 tokens") and "seed 7" in facts["Retrieval"]
     assert facts["Special tokens"].endswith(": 0, 5")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.prompting import TOKENIZER, bold
-from support.tiny import ids, tiny_model
+from support.prompting import TOKENIZER
+from support.tiny import ids, small, tiny_model
 
 from rope_patch.evaluation.perplexity.measure import perplexity
 from rope_patch.evaluation.retrieval.measure import retrieval
@@ -50,7 +50,7 @@ def test_padding_is_no_progress():
 
 
 def test_prompts_move_evenly_with_what_is_read_and_add_up():
-    reports = reported(lambda: retrieval(bold(), TOKENIZER, **ASKED))
+    reports = reported(lambda: retrieval(small(), TOKENIZER, **ASKED))
     assert sum(reports) == 3 * 120
     # Two layers of each pass: none moves more than half of what one prompt and its share stand for.
     assert len(reports) > 3 * 2 and max(reports) < 120
@@ -59,7 +59,7 @@ def test_prompts_move_evenly_with_what_is_read_and_add_up():
 def test_shared_text_is_spread_over_all_prompts():
     """Of prompts with the same needles the first reads nearly all: progress is near its end when others begin."""
     asked = {**ASKED, "task": "sums", "lengths": [192]}
-    moved = reported(lambda: retrieval(bold(), TOKENIZER, **asked))
+    moved = reported(lambda: retrieval(small(), TOKENIZER, **asked))
     halfway = sum(sum(moved[: i + 1]) < 3 * 192 / 2 for i in range(len(moved)))
     assert sum(moved) == 3 * 192 and halfway <= 3, "half of the work is the shared text, which is read in one pass"
 

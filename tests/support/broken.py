@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_patch
 from support.patches import edit_json, module_of, saved_with
-from support.tiny import DYNAMIC, LLAMA, LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model
+from support.tiny import DYNAMIC, LLAMA, LLAMA3, PLAIN, YARN, ids, tiny_config, tiny_model, without_base
 
 LARGE_BASE = {"rope_type": "default", "rope_theta": 500000.0}
 GARBAGE = [1.2755e22, 4.5914e-41, 1.4013e-45, 0.0, 1.121e-43, 0.0, 2.9978e27, 3.0872e-41]
@@ -198,7 +198,7 @@ def older_name_loses_the_base(folder: Path) -> Pair:
     Effect: rope_theta is gone: the config describes no table at all.
     """
     broken = tiny_model(max_position_embeddings=256)
-    broken.config.rope_scaling = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    broken.config.rope_scaling = without_base(YARN)
     return Pair(broken, extended())
 
 
@@ -391,7 +391,6 @@ def base_is_stated_twice(folder: Path) -> Pair:
 # --- folders that another program reads otherwise ---------------------------------------------------------------------
 
 _LLAMA3_LARGE = {**LLAMA3, "rope_theta": 500000.0}
-_SCALING = {key: value for key, value in _LLAMA3_LARGE.items() if key != "rope_theta"}
 
 
 @case("Open-Athena/MarinFold#184", "marin-community/marin#7801", program="transformers-4")
@@ -402,7 +401,7 @@ def folder_of_transformers_5(folder: Path) -> Pair:
     """
     model = extended(rope_parameters=_LLAMA3_LARGE)
     broken = saved_with(model, folder / "broken")
-    both = {"rope_theta": 500000.0, "rope_scaling": _SCALING}
+    both = {"rope_theta": 500000.0, "rope_scaling": without_base(_LLAMA3_LARGE)}
     return Pair(broken, saved_with(model, folder / "healthy", **both))
 
 
@@ -428,10 +427,9 @@ def scaling_of_sliding_layers_is_dropped(folder: Path) -> Pair:
         sliding = full if scaled else LARGE_BASE
         rope_parameters = {"full_attention": full, "sliding_attention": sliding}
         model = tiny_model("olmo3", max_position_embeddings=256, rope_parameters=rope_parameters)
-        scaling = {key: value for key, value in full.items() if key != "rope_theta"}
         pair.append(saved_with(model, folder / str(scaled)))
         if not scaled:
-            older = {"rope_theta": 500000.0, "rope_scaling": scaling, "rope_parameters": None}
+            older = {"rope_theta": 500000.0, "rope_scaling": without_base(full), "rope_parameters": None}
             saved_with(model, pair[-1], **older)
     return Pair(*pair)
 

@@ -20,20 +20,11 @@ def error(*logit):
     return torch.tensor(logit).double()
 
 
-def by_hand(name, losses, hits=None, bits=4.0, method="m", attribution=COST, kl=0.001):
+def by_hand(name, losses, hits=None, bits=4.0, kl=0.001):
     divergences = {} if name == "none" else {4: Divergence(kl, 0.9, 4), 8: Divergence(kl, 0.9, 8)}
     cache = dict.fromkeys((4, 8), 16.0 if name == "none" else bits)
-    scored_row = scored(method, losses, hits)
-    parts = (
-        scored_row.scores,
-        scored_row.tables,
-        divergences,
-        bits,
-        bits,
-        cache,
-        attribution,
-    )
-    return CheckRow(method, name, "none", *parts)
+    row = scored("m", losses, hits)
+    return CheckRow("m", name, "none", row.scores, row.tables, divergences, bits, bits, cache, COST)
 
 
 BASE = [1.0, 1.1, 0.9, 1.05]

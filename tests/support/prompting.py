@@ -1,4 +1,4 @@
-"""Retrieval prompts from a short text, and tiny models that read them."""
+"""Retrieval prompts from a short text, and the tokenizer that they are for."""
 
 from transformers import AutoTokenizer
 
@@ -6,8 +6,7 @@ import rope_patch
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.texts.builtin_text import builtin_text
-from support.reference_recipe import recipe
-from support.tiny import LLAMA, tiny_model
+from support.tiny import LLAMA
 
 TOKENIZER = AutoTokenizer.from_pretrained(LLAMA)
 
@@ -18,14 +17,6 @@ HAY = Haystack(builtin_text("haystack").documents[0])
 MAKER = PromptMaker(TOKENIZER, HAY)
 
 ANSWER = 5  # tokens of an answer: five digits, since the space before them is a token of the prompt
-
-
-def bold(family="llama", **changes):
-    """A tiny model with the tokenizer's vocabulary, whose attention is far from uniform."""
-    if family == "gemma4":
-        changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
-    special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
-    return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)
 
 
 ROOM = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from support.tiny import PLAIN, YARN, drawn_model, ids, logits
+from support.tiny import ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 
@@ -20,11 +19,11 @@ def assert_same(one: Any, other: Any) -> None:
     assert torch.equal(logits(one), logits(other))
 
 
-def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> None:
+def assert_round_trip(model: Any, folder: Path, method: str) -> None:
     """Apply a method, save, load with plain transformers and with rope_patch, and undo: the logits are always right."""
     before = logits(model)
     config = model.config.to_dict()
-    patch = rope_patch.apply(model, method, **options)
+    patch = rope_patch.apply(model, method)
     assert not torch.allclose(logits(model), before, atol=1e-5)
     rope_patch.save(model, folder)
     for load in (AutoModelForCausalLM.from_pretrained, rope_patch.load):
@@ -45,33 +44,3 @@ def assert_cached_equals_full(model: Any, prompt: torch.Tensor | None = None) ->
     done = model.generate(prompt, **options, return_dict_in_generate=True)
     full = logits(model, done.sequences)[:, prompt.shape[1] - 1 : -1]
     torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=0, atol=1e-4)
-
-
-def assert_identity(model: Any) -> None:
-    """Check that methods that change no frequency keep the logits."""
-    before = logits(model)
-    for same in ("default", "p_rope:p=1"):
-        with rope_patch.patched(model, same):
-            assert torch.equal(logits(model), before)
-
-
-def assert_cache_and_round_trip(model: Any, folder: Path, method: str) -> None:
-    """Check that a method is right in cached generation and in a folder."""
-    with rope_patch.patched(model, method):
-        assert_cached_equals_full(model)
-    assert_round_trip(model, folder, method)
-
-
-def assert_same_as_transformers(family: str, method: str, parameters: dict[str, Any]) -> None:
-    """Check that a patch of a plain table gives the logits of transformers' own scaled type, which are others."""
-    model = drawn_model(family, rope_parameters=PLAIN)
-    before = logits(model)
-    rope_patch.apply(model, method, target_length=256)
-    scaled = {**PLAIN, "factor": 4.0, **parameters}
-    assert torch.equal(logits(model), logits(drawn_model(family, rope_parameters=scaled)))
-    assert not torch.allclose(logits(model), before, atol=1e-4)
-
-
-scaled_types = pytest.mark.parametrize(
-    ("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})]
-)

@@ -97,6 +97,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What a small model of a family has besides ``SIZE``; a name with a hyphen is a variant of its ``model_type``."""
 ARCHITECTURES = list(FAMILIES)[:9]
 MIXED_ARCHITECTURES = ("gemma3", "gemma4")
+LAYOUTS = ("cohere", "cohere2", "gpt_oss", "llama4_text", "qwen3_5_text")
+"""Families that lay cos and sin out in ways of their own."""
+
+
+def without_base(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as the older ``rope_scaling`` has them, beside which the base stands."""
+    return {key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -115,19 +122,12 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-def drawn_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A model whose weights and biases are drawn, the same for every table."""
-    model = tiny_model(family, **changes)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.1 * torch.randn(weights.shape, generator=generator)
-    return model
-
-
 def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A tiny model that reads the bundled tokenizer's ids."""
-    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
+    """A tiny model that reads the bundled tokenizer's ids, and whose attention is far from uniform."""
+    if family.startswith("gemma4"):
+        changes["vocab_size_per_layer_input"] = 1024
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **special, **changes)
 
 
 def bundled_model(shape: str = "llama", dtype: Any = torch.float32) -> PreTrainedModel:

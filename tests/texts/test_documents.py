@@ -7,7 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from support.prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER
+from support.tiny import small
 from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.perplexity.measure import perplexity
@@ -132,7 +133,7 @@ def test_a_slow_tokenizer_gives_no_bytes():
 
     (document,) = encode(Slow(), "abc")
     assert document.ends is None and document.ids.tolist() == [97, 98, 99]
-    assert perplexity(bold(), [TokenDocument("d", document.ids)], window=8).bits_per_byte is None
+    assert perplexity(small(), [TokenDocument("d", document.ids)], window=8).bits_per_byte is None
 
 
 def test_a_text_without_room_for_a_window_is_refused_in_words():
