@@ -170,7 +170,9 @@ def naming_checkpoint(source: str | Path) -> Iterator[None]:
         ValueError: transformers cannot build the model; the message says why.
     """
     try:
-        with as_value_error(f"{source}: transformers cannot build the model from its config.json and the arguments given"):
+        with as_value_error(
+            f"{source}: transformers cannot build the model from its config.json and the arguments given"
+        ):
             yield
     except ValueError as error:
         if "ignore_mismatched_sizes" in str(error):
