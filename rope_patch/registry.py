@@ -71,7 +71,10 @@ class Registry(UserDict[str, Entry]):
         return self.data[name]
 
     def _is_file(self, name: object) -> bool:
-        return self._of_file is not None and str(name).endswith(self._ending) and os.path.isfile(str(name))
+        return self._is_path(name) and os.path.isfile(os.path.expanduser(str(name)))
+
+    def _is_path(self, name: object) -> bool:
+        return self._of_file is not None and isinstance(name, str) and name.endswith(self._ending)
 
     def __iter__(self) -> Iterator[str]:
         self._load_packages()
@@ -110,11 +113,14 @@ class Registry(UserDict[str, Entry]):
 
         Raises:
             ValueError: there is none; the known names are listed.
+            FileNotFoundError: the name is the path of a file that does not exist.
         """
         if name in self:
             return self[name]
         if name in self.broken:
             raise ValueError(self.broken[name])
+        if self._is_path(name):
+            raise FileNotFoundError(f"found no file {name}")
         known = [*self, *groups]
         raise ValueError(f"unknown {self.noun} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
 

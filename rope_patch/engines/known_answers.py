@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rope_patch.engines.forms import Form
-from rope_patch.engines.verdicts import DEFAULT_BASE, OTHER, SAME
+from rope_patch.engines.verdicts import DEFAULT_BASE, OTHER, PLAIN, SAME
 from rope_patch.runtime.packaged import data_path
 
 
@@ -43,6 +43,7 @@ def seen(program: str, family: str, form: Form, unscaled: Collection[str]) -> di
         # A wrong base may be the right one by chance, where that is the family's usual one.
         if OTHER in tables.values() or any(tables.get(kind) == DEFAULT_BASE for kind in unscaled):
             return {}
+        tables = {kind: PLAIN if text == DEFAULT_BASE else text for kind, text in tables.items()}
     if not form.layers:
         return tables
     layers = _row(program, "layers", form.layers, family)

@@ -112,6 +112,7 @@ def identity(options: RecipeOptions) -> dict[str, Any]:
         "model.name": [base, base / CONFIG_FILE, *weights, *(base / name for name in TOKENIZER_FILES), *code],
         "data.source": text_files(options.data.source),
         "evaluation.text": text_files(options.evaluation.spec.text or "builtin"),
+        "evaluation.task": [Path(options.evaluation.task).expanduser()],  # which may be a file of questions
         "evaluation.haystack": text_files(options.evaluation.spec.haystack or "builtin"),
     }
     for name, paths in files.items():

@@ -124,12 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str]]]] = {
     "a base that a program does not read may be its own": (
         "stablelm",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
-        {"vllm": ("agrees", ""), "llama.cpp": ("unverified", "not asked")},
+        {"llama.cpp": ("unverified", "not asked")},
     ),
     "but a scaling that it does not read is missing over every base": (
         "llama",
         {"rope_parameters": YARN | {"rope_theta": 1e4}, **WHOLE},
-        {"vllm": ("agrees", ""), "transformers-4": ("differs", "plain RoPE")},
+        {"transformers-4": ("differs", "plain RoPE")},
     ),
     "a window of all layers": (
         "mistral",

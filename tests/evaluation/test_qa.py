@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from support.prompting import TOKENIZER
@@ -36,14 +37,18 @@ def hotpotqa():
     ]
 
 
+def written(folder, content, name="squad"):
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
 KINDS = {"squad": squad, "hotpotqa": hotpotqa}
 
 
 @pytest.fixture(params=KINDS)
 def file(request, tmp_path):
-    path = tmp_path / f"{request.param}.json"
-    path.write_text(json.dumps(KINDS[request.param]()))
-    return path
+    return Path(written(tmp_path, KINDS[request.param](), request.param))
 
 
 @pytest.fixture
@@ -59,9 +64,8 @@ def test_the_questions_of_a_file_are_those_that_lm_eval_reads(file, theirs):
     _, questions, documents = theirs
     task = TASKS[str(file)]
     assert task.documents == documents
-    assert [(one.text, list(one.answers)) for one in task.asked] == [
-        (one["query"], one["outputs"]) for one in questions
-    ]
+    asked = [(one["query"], list(dict.fromkeys(one["outputs"]))) for one in questions]
+    assert [(one.text, one.answers) for one in task.asked] == asked
     assert [one.documents for one in task.asked] == [[documents[i] for i in one["context"]] for one in questions]
     related = [[documents[i] for i in one.get("more_context", [])] for one in questions]
     assert [list(one.related) for one in task.asked] == related
@@ -81,28 +85,49 @@ def test_a_prompt_is_lm_evals_with_a_last_document_of_the_haystack(file, theirs,
 
 
 def test_any_of_the_answers_is_right(tmp_path):
-    (tmp_path / "squad.json").write_text(json.dumps(squad()))
-    task = TASKS[str(tmp_path / "squad.json")]
-    assert task.correct("Abton | the old town", " It is ABTON.") and task.correct(
-        "Abton | the old town", "the old town"
-    )
-    assert not task.correct("Abton | the old town", "old")
+    task = TASKS[written(tmp_path, squad())]
+    assert [task.correct("Abton | the old town", said) for said in ("It is ABTON.", "old")] == [True, False]
 
 
-def test_a_prompt_does_not_depend_on_where_the_file_lies(tmp_path):
-    prompts = []
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        path = tmp_path / name / "dev.json"
-        path.write_text(json.dumps(squad()))
-        prompts.append(MAKER.prompts(str(path), 400, (0.5,))[0].text)
-    assert prompts[0] == prompts[1]
+def test_no_question_comes_twice_before_all_came_and_too_long_ones_never(tmp_path):
+    content = squad()
+    content["data"][0]["paragraphs"][0]["context"] *= 100
+    path = written(tmp_path, content)
+    asked = [MAKER.prompts(path, 400, (0.5,), sample=i)[0].parts for i in range(10)]
+    assert len(set(asked[:5])) == 5 and asked[5:] == asked[:5]
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", "not JSON"])
-def test_other_files_are_refused(tmp_path, content):
-    (tmp_path / "other.json").write_text(content)
-    with pytest.raises(ValueError, match="holds no questions of SQuAD or HotpotQA"):
-        check_tasks(EvalSpec([256], tasks=[str(tmp_path / "other.json")]))
-    with pytest.raises(ValueError, match=r"unknown retrieval task 'missing.json'"):
-        check_tasks(EvalSpec([256], tasks=["missing.json"]))
+@pytest.mark.parametrize("length", range(400, 412))
+def test_the_paragraph_of_a_question_stays_where_no_cut_fits(tmp_path, length):
+    coarse = PromptMaker(TOKENIZER, Haystack("東京都🎉渋谷区 " * 400))  # characters of many tokens
+    try:
+        (prompt,) = coarse.prompts(written(tmp_path, squad()), length, (0.5,))
+    except ValueError as error:
+        assert "no cut of the haystack" in str(error)
+        return
+    name = prompt.parts[0].partition("ton")[0]
+    assert f"{name} is in old {name}ton." in prompt.text
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path):
+    assert len(TASKS[written(tmp_path, squad())].asked) == 6
+    assert len(TASKS[written(tmp_path, {"data": squad()["data"][:1]})].asked) == 2
+
+
+BLANK = {"context": "c", "qas": [{"question": "q", "answers": [{"text": " "}]}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not JSON", "no questions of SQuAD or HotpotQA"),
+        (json.dumps({"data": [{"paragraphs": [BLANK]}]}), "no question with an answer"),
+        (None, "found no file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "other.json"
+    if content:
+        path.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        check_tasks(EvalSpec([256], tasks=[str(path)]))

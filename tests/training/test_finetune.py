@@ -250,6 +250,13 @@ def test_what_a_run_is_made_of_is_more_than_safetensors(tmp_path, name):
     assert changed_keys(asked, base / name, (base / name).read_bytes() + b" ") == {"contents of model.name"}
 
 
+def test_the_questions_that_a_run_asks_are_part_of_what_it_is(tmp_path):
+    file = tmp_path / "dev.json"
+    file.write_text(json.dumps([{"question": "q", "answer": "a", "context": [["t", ["s"]]]}]))
+    asked = options(tmp_path / "run", f"evaluation.task={file}")
+    assert changed_keys(asked, file, file.read_bytes() + b" ") == {"contents of evaluation.task"}
+
+
 OWN = """
 from dataclasses import dataclass
 import rope_patch

@@ -136,23 +136,23 @@ class PromptMaker:
             ValueError: the task is unknown, a depth is outside [0, 1], the length has no room for the task, the
                 haystack is too short, or the tokenizer merges the answer with the question.
         """
-        key = (task, length, tuple(depths), seed, sample)
+        kind = TASKS.find(task)
+        key = (kind, length, tuple(depths), seed, sample)
         if key not in self._made:
-            maker = self.essays if TASKS.find(task).essay else self
+            maker = self.essays if kind.essay else self
             self._made[key] = maker._make(*key)
         return self._made[key]
 
-    def _make(self, task: str, length: int, depths: Sequence[float], seed: int, sample: int) -> list[Prompt]:
-        kind = TASKS.find(task)
+    def _make(self, kind: Task, length: int, depths: Sequence[float], seed: int, sample: int) -> list[Prompt]:
         for depth in depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depth must be in [0, 1], got {depth}")
         if not depths:
             raise ValueError("depths is empty")
         # "single" is the mode that tasks had when there were several; without it all prompts would change.
-        rng = random.Random(f"{seed}/{Path(task).name}/single/{length}/{sample}")
+        rng = random.Random(f"{seed}/{kind.name}/single/{length}/{sample}")
         start = rng.random()
-        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng, length))
+        questions = kind.questions(sorted(depths), Draw(self.tokenizer, rng, length, sample))
         fit = _Fit(self, kind, length, start, questions)
         prompts = [fit(question) for question in questions]
         if kind.joined:
@@ -259,16 +259,17 @@ class _Fit:
             self.words = copies * self.words
             sizes = copies * sizes
         self.tokens_before = [0, *itertools.accumulate(sizes)]
-        context = questions[0].context
-        self.pieces: Sequence[str] = () if context is None else context(0)
+        self.context = questions[0].context
+        self.size = 0
+        self.pieces: Sequence[str] = () if self.context is None else self.context(0)
         excess = max(map(self._excess, questions))
         if excess > 0:
             raise ValueError(
                 f"a prompt of {task.name} needs at least {length + excess} tokens with this tokenizer, got {length}: "
                 "give longer lengths, or leave this task out"
             )
-        if context is not None:
-            self._fill(context, questions)
+        if self.context is not None:
+            self._fill(self.context, questions)
         self.first = self._place(start, -self._excess(questions[0]))
         self.cut: list[str] = []  # the words of the haystack that fitted the last prompt
 
@@ -293,6 +294,7 @@ class _Fit:
             size -= 1
         while excess(size + 1) <= 0 and context(size) != context(size + 1):
             size += 1
+        self.size = size
         self.pieces = context(size)
 
     def __call__(self, question: Question) -> Prompt:
@@ -310,11 +312,12 @@ class _Fit:
                 if cut is not None:
                     self.first = first  # later depths begin at the same word
                     return cut
-            if not self.pieces:
+            if self.context is None or self.size == 0:
                 raise ValueError(
                     f"no cut of the haystack gives exactly {self.length} tokens with this tokenizer: try another length"
                 )
-            self.pieces = self.pieces[:-1]  # there is more room without the last one, into which more cuts fit
+            self.size -= 1  # there is more room with a piece less, into which more cuts fit
+            self.pieces = self.context(self.size)
 
     def _place(self, start: float, room: int) -> int:
         """Return the index of the haystack's word where the prompt begins: random, with ``room`` tokens after it."""

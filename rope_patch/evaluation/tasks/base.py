@@ -91,11 +91,13 @@ class Draw:
         tokenizer: the tokenizer that counts the tokens.
         rng: the source of randomness.
         length: the length of the prompts [tokens].
+        sample: the number of the haystack.
     """
 
     tokenizer: Any
     rng: random.Random
     length: int = 0
+    sample: int = 0
 
     def number(self, digits: int) -> str:
         """Return a number with this number of digits, of which the first is not 0, as in RULER."""
@@ -215,7 +217,7 @@ class Task(ABC):
         suite: the name by which ``--tasks`` asks for all tasks of a kind; empty for a task of its own.
     """
 
-    name: ClassVar[str]
+    name: str
     source: ClassVar[str]
     joined: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False

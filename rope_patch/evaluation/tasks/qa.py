@@ -1,11 +1,12 @@
-"""RULER's questions about paragraphs, from a file of SQuAD 2.0 or HotpotQA that a user has."""
+"""RULER's questions about paragraphs, from a file of SQuAD or HotpotQA that a user has."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 from rope_patch.evaluation.tasks.base import TASKS, Draw, Question, Task
 from rope_patch.evaluation.tasks.ruler import SOURCE
 
-ENDING = ".json"
-"""The ending of a task's name that is the path of a file of questions."""
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 )
@@ -50,32 +49,38 @@ class OneOf(Question):
 class Questions(Task):
     """Questions about paragraphs, among as many other paragraphs of the file as the prompt has room for.
 
-    A question asks about one haystack, and its paragraphs stand at random places.
+    Each haystack asks the next question, in a random order that is always the same; too long ones are passed over. The
+    paragraphs of a question stand at random places.
 
     Args:
         path: the file: SQuAD's, such as ``dev-v2.0.json``, or HotpotQA's, such as ``hotpot_dev_distractor_v1.json``.
 
     Raises:
-        ValueError: the file is neither.
+        ValueError: the file is neither, or has no question with an answer.
     """
 
     source = SOURCE + "the last document is filled up by the haystack"
-    name = "questions"
     joined = anywhere = essay = True
     generated = 32
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            self.asked = list(_squad(content) if isinstance(content, dict) else _hotpotqa(content))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            every = _squad(content) if isinstance(content, dict) else _hotpotqa(content)
+            self.asked = [asked for asked in every if asked.answers]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no questions of SQuAD or HotpotQA: {error!r}") from error
+        if not self.asked:
+            raise ValueError(f"{path} holds no question with an answer")
         self.documents = sorted({text for asked in self.asked for text in (*asked.documents, *asked.related)})
+        self.order = random.Random(0).sample(range(len(self.asked)), len(self.asked))
+        self._tokens = dict[tuple[Any, int], int]()
 
     def questions(self, depths: Sequence[float], draw: Draw) -> list[Question]:
         """Return the one question about a haystack; its paragraphs have no depths."""
         rng = draw.rng
-        asked = rng.choice(self.asked)
+        asked = self.asked[self._number(draw)]
         known = {*asked.documents, *asked.related}
         others = [text for text in self.documents if text not in known]
         more = [*rng.sample(asked.related, len(asked.related)), *rng.sample(others, len(others))]
@@ -90,12 +95,30 @@ class Questions(Task):
             hidden=(),
             text=f"\n\n{INSTRUCTION}\n\nQuestion: {asked.text}",
             answer_prefix=" Answer:",
-            parts=(OR.join(dict.fromkeys(asked.answers)),),
+            parts=(OR.join(asked.answers),),
             depths=(0.0,),
             context=context,
             opening=f"{INSTRUCTION}\n\nThe following are given documents.\n\n",
         )
         return [question]
+
+    def _number(self, draw: Draw) -> int:
+        """Return the number of the question of a haystack, of those that fit; the shortest one if none fits."""
+        room = draw.length - self.generated - 2 * len(INSTRUCTION)  # what is about a question has fewer tokens
+        fitting = (number for number in self.order if self._size(draw.tokenizer, number) <= room)
+        found = next(itertools.islice(itertools.cycle(fitting), draw.sample, None), None)
+        if found is None:
+            return min(self.order, key=lambda number: self._size(draw.tokenizer, number))
+        return found
+
+    def _size(self, tokenizer: Any, number: int) -> int:
+        """Return the number of tokens of a question with its documents."""
+        key = (tokenizer, number)
+        if key not in self._tokens:
+            asked = self.asked[number]
+            text = "\n\nDocument 1:\n".join([*asked.documents, asked.text, asked.answers[0]])
+            self._tokens[key] = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._tokens[key]
 
     def correct(self, part: str, output: str) -> bool:
         """Return whether an output gives one of the answers."""
@@ -109,14 +132,31 @@ def _squad(content: dict[str, Any]) -> Iterator[Asked]:
             related = [text for text in paragraphs if text != paragraph["context"]]
             for one in paragraph["qas"]:
                 if not one.get("is_impossible"):
-                    answers = [answer["text"] for answer in one["answers"]]
+                    answers = _different(answer["text"] for answer in one["answers"])
                     yield Asked(one["question"], answers, [paragraph["context"]], related)
 
 
 def _hotpotqa(content: Sequence[Any]) -> Iterator[Asked]:
     for one in content:
         documents = dict.fromkeys(f"{title}\n{''.join(sentences)}" for title, sentences in one["context"])
-        yield Asked(one["question"], [one["answer"]], list(documents))
+        yield Asked(one["question"], _different([one["answer"]]), list(documents))
 
 
-TASKS.from_files(ENDING, functools.cache(Questions))
+def _different(answers: Iterable[str]) -> list[str]:
+    """Return answers in a line each, without empty and repeated ones."""
+    lines = (" ".join(answer.split()) for answer in answers)
+    return [line for line in dict.fromkeys(lines) if line]
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, changed: int, size: int) -> Questions:
+    return Questions(path)
+
+
+def of_file(name: str) -> Questions:
+    """Return the task of a file, which is read again after it was changed."""
+    path = Path(name).expanduser().resolve()
+    return _read(path, path.stat().st_mtime_ns, path.stat().st_size)
+
+
+TASKS.from_files(".json", of_file)
