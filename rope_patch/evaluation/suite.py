@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -209,10 +210,10 @@ class EvalSuite(Suite):
             haystack or spec.haystack or Haystack(whole_text(self.source), self.text_name),
             frame=chat_frame(tokenizer, spec.chat_template),
         )
-        # The prompts of the first haystack are made now, so that what does not fit raises before a model is read.
-        for task in self.spec.tasks:
-            for length in spec.lengths:
-                self.prompts.prompts(task, length, spec.depths, seed=spec.seed)
+        # Prompts are made now, so that what does not fit raises before a model is read. The last haystack tells whether
+        # there are enough questions.
+        for task, length, sample in itertools.product(self.spec.tasks, spec.lengths, {0, spec.samples - 1}):
+            self.prompts.prompts(task, length, spec.depths, seed=spec.seed, sample=sample)
 
     @property
     def tokens(self) -> int:

@@ -344,6 +344,8 @@ def _curves(comparison: Comparison) -> list[Figure | Note]:
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
             curves[row.label] = at, [bucket.perplexity for bucket in buckets]
+    if comparison.spec.windows == 0:
+        return []
     if not curves:
         return [Note("No method has a finite perplexity that was measured.")]
     missing = [row.label for row in comparison.rows if row.label not in curves]

@@ -12,6 +12,7 @@ from support.prompting import TOKENIZER
 from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
+from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.options.evaluation import EvalSpec
 
@@ -71,7 +72,7 @@ def test_the_questions_of_a_file_are_those_that_lm_eval_reads(file, theirs):
     assert [list(one.related) for one in task.asked] == related
 
 
-@pytest.mark.parametrize("sample", range(4))
+@pytest.mark.parametrize("sample", range(2))
 def test_a_prompt_is_lm_evals_with_a_last_document_of_the_haystack(file, theirs, sample):
     module, questions, documents = theirs
     (prompt,) = MAKER.prompts(str(file), 400, (0.5,), sample=sample)
@@ -93,8 +94,10 @@ def test_no_question_comes_twice_before_all_came_and_too_long_ones_never(tmp_pat
     content = squad()
     content["data"][0]["paragraphs"][0]["context"] *= 100
     path = written(tmp_path, content)
-    asked = [MAKER.prompts(path, 400, (0.5,), sample=i)[0].parts for i in range(10)]
-    assert len(set(asked[:5])) == 5 and asked[5:] == asked[:5]
+    asked = [MAKER.prompts(path, 400, (0.5,), sample=i)[0].parts for i in range(5)]
+    assert len(set(asked)) == 5
+    with pytest.raises(ValueError, match=r"5 of the 6 questions of squad\.json fit into 400 tokens: ask at most 5"):
+        EvalSuite(EvalSpec([400], tasks=[path], samples=6, windows=0), TOKENIZER)
 
 
 @pytest.mark.parametrize("length", range(400, 412))

@@ -214,8 +214,9 @@ def retrieval(
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, spec.depths, seed=spec.seed, sample=sample)
 
-    first = {length: prompts_of(length, 0) for length in spec.lengths}  # raises before any is read, if one does not fit
-    for prompt in itertools.chain(*first.values()):
+    # Raises before any is read, if one does not fit or there are too few questions.
+    some = itertools.starmap(prompts_of, itertools.product(spec.lengths, {0, spec.samples - 1}))
+    for prompt in itertools.chain.from_iterable(some):
         check_ids(torch.tensor(prompt.ids), reader.vocabulary)
 
     def name(prompts: _Haystack, model: str) -> str:

@@ -56,7 +56,8 @@ class Questions(Task):
         path: the file: SQuAD's, such as ``dev-v2.0.json``, or HotpotQA's, such as ``hotpot_dev_distractor_v1.json``.
 
     Raises:
-        ValueError: the file is neither, or has no question with an answer.
+        ValueError: the file is neither, or has no question with an answer; a haystack is asked for, and no question is
+            left for it.
     """
 
     source = SOURCE + "the last document is filled up by the haystack"
@@ -105,11 +106,16 @@ class Questions(Task):
     def _number(self, draw: Draw) -> int:
         """Return the number of the question of a haystack, of those that fit; the shortest one if none fits."""
         room = draw.length - self.generated - 2 * len(INSTRUCTION)  # what is about a question has fewer tokens
-        fitting = (number for number in self.order if self._size(draw.tokenizer, number) <= room)
-        found = next(itertools.islice(itertools.cycle(fitting), draw.sample, None), None)
-        if found is None:
+        all_fitting = (number for number in self.order if self._size(draw.tokenizer, number) <= room)
+        fitting = list(itertools.islice(all_fitting, draw.sample + 1))
+        if not fitting:
             return min(self.order, key=lambda number: self._size(draw.tokenizer, number))
-        return found
+        if len(fitting) <= draw.sample:
+            raise ValueError(
+                f"{len(fitting)} of the {len(self.asked)} questions of {self.name} fit into {draw.length} tokens: ask "
+                f"at most {len(fitting)} (--samples), or give longer lengths"
+            )
+        return fitting[-1]
 
     def _size(self, tokenizer: Any, number: int) -> int:
         """Return the number of tokens of a question with its documents."""
