@@ -219,9 +219,7 @@ class Location:
         settings = settings_of(base)
         # The whole config is part of the key, since it decides which layers there are; as it was before any patch.
         whole = base if type(self.model.config) is type(base) else self.model.config
-        # Where it came from and the data type of its weights decide nothing.
-        stated = whole.to_dict() | dict.fromkeys(("_name_or_path", "architectures", "dtype"))
-        key = (type(self.model), str(stated), str(settings))
+        key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))
         if key not in _probes:
             if len(_probes) == 256:  # a process may go through any number of models
                 _probes.clear()

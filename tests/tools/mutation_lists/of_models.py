@@ -95,7 +95,7 @@ PATCHING = (
     Mutation(
         "one_config_answers_for_all_of_its_class",
         "rope_patch/patching/locate.py",
-        "key = (type(self.model), str(stated), str(settings))",
+        "key = (type(self.model), whole.to_json_string(use_diff=False), str(settings))",
         "key = type(self.model)",
     ),
     Mutation(
