@@ -150,6 +150,9 @@ def configs_of(family: str, **sizes: Any) -> Iterator[tuple[str, dict[str, Any]]
         if "original_max_position_embeddings" in base:  # a program may take another table within it
             yield from ours(own, method, CONTEXT)
     if nested:
+        for method in METHODS:
+            for name, config in ours(base, method):
+                yield f"{name}, usual base", config
         equal = own | {"rope_parameters": {kind: table | BASE for kind, table in own["rope_parameters"].items()}}
         for method in METHODS:  # of one base, as OLMo 3 is published
             for name, config in ours(equal, method):
