@@ -94,7 +94,7 @@ class StatedConfig:
     def usual_parameters(self, layer_type: str | None) -> Mapping[str, Any]:
         """Return the ``rope_parameters`` of a layer type in a config that states none."""
         parameters: Mapping[str | None, Any] = self.defaults.get("rope_parameters") or {}
-        return dict(parameters.get(layer_type, parameters))
+        return dict(parameters.get(layer_type, parameters) or {})  # a type may have no table
 
     @property
     def usual_base(self) -> float | None:
