@@ -43,7 +43,7 @@ class StatedConfig:
         raw: the text part of config.json.
         complete: the text config as transformers 5 writes it.
         tables: the tables that transformers 5 computes, by layer type.
-        defaults: the config of the family without settings, and with as many layers.
+        defaults: the config of the family without settings, and with as many layers; empty if its class needs some.
         unread: the keys of ``raw`` about attention that the class of transformers 5 stores and does not know. A value
             that switches something off, or that is 1, is no setting.
     """
@@ -65,14 +65,17 @@ class StatedConfig:
             whole: the contents of config.json; empty for a GGUF file.
             tables: the tables that transformers 5 computes.
         """
-        usual: Any = type(text)
         return cls(
             model_type=str(text.model_type),
             outer_type=str(whole.get("model_type", text.model_type)),
             raw=text_part(whole),
-            complete={**text.to_dict(), **{name: getattr(text, name) for name in text.attribute_map}},
+            complete={
+                **text.to_dict(),
+                **{name: getattr(text, name) for name in text.attribute_map},
+                "num_hidden_layers": text.num_hidden_layers,  # of some classes no key of their own
+            },
             tables={table.layer_type: table for table in tables},
-            defaults=usual(num_hidden_layers=text.num_hidden_layers).to_dict(),
+            defaults=_defaults(text),
             unread=[
                 name
                 for name, value in text_part(whole).items()
@@ -122,3 +125,12 @@ class StatedConfig:
             window = None
         kind = layer_type if layer_type in self.tables else None
         return LayerReach(kind, window)
+
+
+def _defaults(text: Any) -> Mapping[str, Any]:
+    """Return the config of a family without settings; empty if its class needs some."""
+    try:
+        defaults: Mapping[str, Any] = type(text)(num_hidden_layers=text.num_hidden_layers).to_dict()
+    except Exception:  # its validators may raise anything
+        return {}
+    return defaults
