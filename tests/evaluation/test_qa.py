@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.prompting import TOKENIZER
 
-from rope_patch.evaluation.count_tokens import check_tasks
 from rope_patch.evaluation.retrieval.haystack import Haystack
 from rope_patch.evaluation.retrieval.prompts import PromptMaker
 from rope_patch.evaluation.suite import EvalSuite
@@ -72,10 +71,9 @@ def test_the_questions_of_a_file_are_those_that_lm_eval_reads(file, theirs):
     assert [list(one.related) for one in task.asked] == related
 
 
-@pytest.mark.parametrize("sample", range(2))
-def test_a_prompt_is_lm_evals_with_a_last_document_of_the_haystack(file, theirs, sample):
+def test_a_prompt_is_lm_evals_with_a_last_document_of_the_haystack(file, theirs):
     module, questions, documents = theirs
-    (prompt,) = MAKER.prompts(str(file), 400, (0.5,), sample=sample)
+    (prompt,) = MAKER.prompts(str(file), 400, (0.5,))
     shown = re.findall(r"Document \d+:\n(.*?)\n\n(?=Document|Answer)", prompt.text, re.DOTALL)
     (asked,) = [one for one in questions if f"Question: {one['query']} Answer:" in prompt.text]
     assert {documents[i] for i in asked["context"]} <= set(shown[:-1]) <= set(documents)
@@ -100,16 +98,11 @@ def test_no_question_comes_twice_before_all_came_and_too_long_ones_never(tmp_pat
         EvalSuite(EvalSpec([400], tasks=[path], samples=6, windows=0), TOKENIZER)
 
 
-@pytest.mark.parametrize("length", range(400, 412))
-def test_the_paragraph_of_a_question_stays_where_no_cut_fits(tmp_path, length):
+@pytest.mark.parametrize("length", [402, 405])
+def test_the_paragraph_of_a_question_stays_where_a_piece_less_fits(tmp_path, length):
     coarse = PromptMaker(TOKENIZER, Haystack("東京都🎉渋谷区 " * 400))  # characters of many tokens
-    try:
-        (prompt,) = coarse.prompts(written(tmp_path, squad()), length, (0.5,))
-    except ValueError as error:
-        assert "no cut of the haystack" in str(error)
-        return
-    name = prompt.parts[0].partition("ton")[0]
-    assert f"{name} is in old {name}ton." in prompt.text
+    (prompt,) = coarse.prompts(written(tmp_path, squad()), length, (0.5,))
+    assert prompt.parts[0].partition("ton")[0] + " is in old" in prompt.text
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):
@@ -133,4 +126,4 @@ def test_other_files_are_refused(tmp_path, content, message):
     if content:
         path.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        check_tasks(EvalSpec([256], tasks=[str(path)]))
+        TASKS.find(str(path))
