@@ -42,7 +42,7 @@ class Form:
 
     Attributes:
         tables: the keys that state its tables; those that have the values of the family's own defaults are "as usual",
-            since a program may take them without reading them.
+            since a program may take them without reading them; so is an original context that is the whole one.
         layers: which layers have a window, where it is not the family's usual choice; empty where it is.
     """
 
@@ -69,12 +69,12 @@ def form_of(stated: StatedConfig) -> Form:
     for name in ("rope_parameters", "rope_scaling"):
         if written := stated.raw.get(name):
             parts.append(f"{name} {_tables_form(written, stated)}")
+    usual = {"rope_theta": stated.usual_base, "original_max_position_embeddings": stated.context}
     for name in _SCALARS:
         value = stated.raw.get(name)
         if isinstance(value, str):  # with which transformers 4 is made to fail
             name = f"{name} text"
         if value is not None:
-            usual = {"rope_theta": stated.usual_base, "original_max_position_embeddings": stated.context}
             if value == usual.get(name):
                 name += _AS_USUAL
             parts.append(name)

@@ -335,6 +335,8 @@ def scores_facts(scores: EvalResult, text_name: str, text_sha256: str) -> list[t
 
 def _curves(comparison: Comparison) -> list[Figure | Note]:
     """Return the figure of perplexity by position, of the methods whose perplexity is a number."""
+    if comparison.spec.windows == 0:
+        return []
     curves = {}
     for row in comparison.rows:
         text = row.scores.perplexity
@@ -344,8 +346,6 @@ def _curves(comparison: Comparison) -> list[Figure | Note]:
         if buckets:
             at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
             curves[row.label] = at, [bucket.perplexity for bucket in buckets]
-    if comparison.spec.windows == 0:
-        return []
     if not curves:
         return [Note("No method has a finite perplexity that was measured.")]
     missing = [row.label for row in comparison.rows if row.label not in curves]

@@ -126,11 +126,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str]]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
         {"llama.cpp": ("unverified", "not asked")},
     ),
-    "but a scaling that it does not read is missing over every base": (
-        "llama",
-        {"rope_parameters": YARN | {"rope_theta": 1e4}, **WHOLE},
-        {"transformers-4": ("differs", "plain RoPE")},
-    ),
     "a window of all layers": (
         "mistral",
         {"rope_parameters": PLAIN, "sliding_window": 16},
@@ -200,6 +195,11 @@ def test_p_rope_on_gemma_3_leaves_its_sliding_layers_alone_in_vllm(tmp_path):
     folder = patched(tmp_path / "p", "p_rope:p=0.5", "gemma3")
     assert {row.verdict for row in rows(folder, "vllm").values()} == {"agrees"}
     export(folder, tmp_path / "out", to="vllm")
+
+
+def test_a_scaling_that_is_not_read_is_missing_over_every_base(tmp_path):
+    parameters = YARN | {"rope_theta": 1e4}
+    assert rows(written(tmp_path, rope_parameters=parameters), "transformers-4")[None].found == "it computes plain RoPE"
 
 
 def test_a_context_within_the_original_one_is_a_form_of_its_own(tmp_path):

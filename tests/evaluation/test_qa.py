@@ -85,10 +85,10 @@ def test_a_prompt_is_lm_evals_with_a_last_document_of_the_haystack(file, theirs)
 
 def test_any_of_the_answers_is_right(tmp_path):
     task = TASKS[written(tmp_path, squad())]
-    assert [task.correct("Abton | the old town", said) for said in ("It is ABTON.", "old")] == [True, False]
+    assert [task.correct("Abton | the old town", said) for said in ("In THE old town.", "old")] == [True, False]
 
 
-def test_no_question_comes_twice_before_all_came_and_too_long_ones_never(tmp_path):
+def test_no_question_comes_twice_and_too_long_ones_never(tmp_path):
     content = squad()
     content["data"][0]["paragraphs"][0]["context"] *= 100
     path = written(tmp_path, content)

@@ -285,11 +285,11 @@ def test_fresh_and_reset_caches_begin_anew_and_one_that_is_dropped_is_gone():
         assert past.get_seq_length() == 0
         assert torch.equal(losses(model, rows, past, chunk=9), expected)
         assert torch.equal(losses(model, rows, factory(), chunk=9), expected)
-        held = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
+        kept = [weakref.ref(states) for layer in past.layers for states in (layer.keys, layer.raw_values)]
         losses(model, rows)
         del past
         gc.collect()
-        assert [states() for states in held] == [None] * 4
+        assert [states() for states in kept] == [None] * 4
 
 
 # --- padding
